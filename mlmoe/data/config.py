@@ -1,0 +1,65 @@
+"""Where the text comes from and how it is cut into rows: the `data` section of a config."""
+
+from dataclasses import dataclass
+
+from mlmoe.errors import UserError
+
+SOURCES = ("stdlib", "files", "jsonl", "parquet", "arrayrecord", "bin")
+PACKINGS = ("split", "best_fit")
+ON_BAD = ("raise", "skip")
+BIN_DTYPES = ("uint16", "uint32")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Every choice about data; the defaults and what they mean to a user are in configs/base.py."""
+
+    source: str
+    path: str  # a file, a folder or a glob; '' for stdlib
+    mixture: tuple[tuple[str, str, float], ...]  # (source, path, share of tokens)
+    text_field: str
+    tokenizer: str  # 'bytes' or the path of a tokenizer.json
+    packing: str
+    pack_bins: int  # rows open at once, each fed by its own run of documents
+    heldout: float  # fraction of documents
+    on_bad: str
+    max_line_mb: int
+    bin_dtype: str
+    prefetch: int  # batches made ahead by one thread
+
+    def __post_init__(self) -> None:
+        _one_of("data.packing", self.packing, PACKINGS)
+        _one_of("data.on_bad", self.on_bad, ON_BAD)
+        _one_of("data.bin_dtype", self.bin_dtype, BIN_DTYPES)
+        _at_least("data.pack_bins", self.pack_bins, 1)
+        _at_least("data.max_line_mb", self.max_line_mb, 1)
+        _at_least("data.prefetch", self.prefetch, 0)
+        if not 0.0 <= self.heldout < 1.0:
+            raise UserError(f"data.heldout={self.heldout} must lie in [0, 1), for example 0.05")
+        if not self.text_field:
+            raise UserError("data.text_field is empty; name the field that holds the text")
+        for source, path, weight in self.parts():
+            _one_of("data.source", source, SOURCES)
+            if source != "stdlib" and not path:
+                raise UserError(f"data.path is empty; source {source!r} needs a file, folder, glob")
+            if source == "stdlib" and path:
+                raise UserError(f"data.path={path!r} must be '' for source 'stdlib'")
+            if not 0.0 < weight < float("inf"):
+                raise UserError(f"data.mixture weight {weight} of {source!r} must be above 0")
+
+    def parts(self) -> tuple[tuple[str, str, float], ...]:
+        """The (source, path, weight) triples to read: the mixture, or the single source."""
+        for entry in self.mixture:
+            if len(entry) != 3:
+                raise UserError(f"data.mixture entry {entry!r} must be (source, path, weight)")
+        return self.mixture or ((self.source, self.path, 1.0),)
+
+
+def _one_of(name: str, value: str, valid: tuple[str, ...]) -> None:
+    if value not in valid:
+        raise UserError(f"{name}={value!r} is not one of {', '.join(map(repr, valid))}")
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise UserError(f"{name}={value} must be at least {least}")

@@ -1,0 +1,83 @@
+"""Finding files, and text files as documents: the sources 'files' and 'stdlib'."""
+
+import glob
+import os
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+
+from mlmoe.data.documents import check_text, decode_text, stable_hash
+from mlmoe.errors import UserError
+
+# Third-party packages differ from machine to machine, and tests hold text in broken encodings.
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+def find_files(path: str, suffixes: tuple[str, ...]) -> tuple[Path, list[str]]:
+    """The folder that names are relative to, and the sorted relative names under it.
+
+    `path` is one file, a folder (searched for `suffixes`, hidden files left out) or a glob
+    (`**` crosses folders). Raises UserError where nothing is found.
+    """
+    full = os.path.expanduser(path)
+    if os.path.isfile(full):
+        return Path(full).parent, [os.path.basename(full)]
+    if os.path.isdir(full):
+        root = Path(full)
+        names = [p.relative_to(root) for p in root.rglob("*") if p.is_file()]
+        visible = [n for n in names if not any(part.startswith(".") for part in n.parts)]
+        found = sorted(n.as_posix() for n in visible if n.name.endswith(suffixes))
+    elif glob.has_magic(full):
+        plain = [part for part in Path(full).parts]
+        magic = next(i for i, part in enumerate(plain) if glob.has_magic(part))
+        root = Path(*plain[:magic])
+        hits = [p for p in glob.glob(full, recursive=True) if os.path.isfile(p)]
+        found = sorted(Path(p).relative_to(root).as_posix() for p in hits)
+    else:
+        raise UserError(f"data.path={path!r} does not exist (working folder: {os.getcwd()})")
+    if not found:
+        wanted = f" that ends in {' or '.join(suffixes)}" if suffixes != ("",) else ""
+        raise UserError(f"data.path={path!r} holds no file{wanted}")
+    return root, found
+
+
+class TextFiles:
+    """Documents that are whole text files, named by their path relative to `root`."""
+
+    split_by_name = True
+
+    def __init__(self, root: Path, names: list[str]):
+        self._root, self._names = root, names
+        self.files = tuple((name, (root / name).stat().st_size) for name in names)
+        self.n_bytes = sum(size for _, size in self.files)
+
+    @classmethod
+    def of_path(cls, path: str) -> "TextFiles":
+        return cls(*find_files(path, ("",)))
+
+    @classmethod
+    def of_stdlib(cls) -> "TextFiles":
+        """The .py files of the running Python's own library, tests left out (about 11 MB)."""
+        root = sysconfig.get_paths()["stdlib"]
+        names = []
+        for folder, subfolders, files in os.walk(root):
+            subfolders[:] = [s for s in subfolders if s not in _SKIPPED_FOLDERS]
+            relative = Path(folder).relative_to(root)
+            names += [(relative / f).as_posix() for f in files if f.endswith(".py")]
+        if not names:
+            raise UserError(f"this Python's library has no .py files under {root}; use 'files'")
+        return cls(Path(root), sorted(names))
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getitem__(self, index: int) -> str:
+        where = self.name(index)
+        return check_text(decode_text((self._root / self._names[index]).read_bytes(), where), where)
+
+    def name(self, index: int) -> str:
+        return self._names[index]
+
+    def keys(self) -> np.ndarray:
+        return np.array([stable_hash(n.encode()) for n in self._names], np.uint64)

@@ -1,0 +1,106 @@
+"""Held-out batches: finite, every byte of every held-out document counted exactly once.
+
+A document of n bytes is [bos] b_1 ... b_n [eos]: n + 1 targets under a byte tokenizer. Long
+documents are cut into pieces of `context` + 1 tokens that share one token, so no target is
+lost or counted twice, and the pieces are packed best-fit, longest first. The rows depend on
+the context alone, so that
+
+    bits per byte = sum(weights * loss in nats) / (ln 2 * n_bytes)
+
+is the same for every batch size.
+"""
+
+import heapq
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from mlmoe.data.batch import Batch
+from mlmoe.data.documents import Document
+from mlmoe.data.packing import OpenRows, best_fit, to_batch
+from mlmoe.data.pipeline import check_sizes, encode_document
+from mlmoe.data.sources import Corpus
+from mlmoe.data.tokenizers import Tokenizer
+from mlmoe.errors import UserError
+
+
+def heldout_texts(corpus: Corpus, *, tokenizer: Tokenizer, max_bytes: int) -> list[str]:
+    """Whole held-out documents in hash order, up to `max_bytes` of UTF-8 (at least one).
+
+    The order is random in effect, so a cap is an unbiased sample. It ends at the first
+    document that does not fit: going on with smaller ones would favour short documents.
+    """
+    return [text for _, text in _chosen(corpus, tokenizer, max_bytes)]
+
+
+def heldout_batches(
+    corpus: Corpus,
+    *,
+    tokenizer: Tokenizer,
+    context: int,
+    batch_size: int,
+    max_bytes: int,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> tuple[list[Batch], int]:
+    """Batches of the documents of `heldout_texts`, and their number of UTF-8 bytes.
+
+    Each batch has `batch_size // process_count` rows; the last is filled up with padding of
+    weight 0. Every process gets the same number of batches, and n_bytes counts all of them.
+    """
+    check_sizes(context, batch_size, 0, process_count)
+    chosen = list(_chosen(corpus, tokenizer, max_bytes))
+    pieces = [
+        piece
+        for document, _ in chosen
+        for piece in cut(encode_document(tokenizer, document), context + 1)
+    ]
+    rows = _pack(pieces, context + 1, batch_size)
+    size = batch_size // process_count
+    batches = []
+    for first in range(0, len(rows.tokens), batch_size):
+        mine = range(first + process_index * size, first + (process_index + 1) * size)
+        batches.append(to_batch([rows.row(r) for r in mine]))
+    return batches, sum(len(text.encode()) for _, text in chosen)
+
+
+def cut(tokens: np.ndarray, length: int) -> list[np.ndarray]:
+    """Pieces of at most `length` tokens, each starting with the last token of the one before."""
+    starts = range(0, max(len(tokens) - 1, 0), length - 1)
+    return [tokens[start : start + length] for start in starts]
+
+
+def _chosen(corpus: Corpus, tokenizer: Tokenizer, max_bytes: int) -> Iterator[tuple[Document, str]]:
+    """(document as stored, its text) of the sample that `heldout_texts` describes."""
+    keyed = [
+        zip(part.heldout_keys.tolist(), itertools.repeat(part.heldout), itertools.count())
+        for part in corpus.parts
+    ]
+    total = 0
+    for _, documents, index in heapq.merge(*keyed, key=lambda entry: entry[0]):
+        document = documents[index]
+        if not len(document):
+            continue
+        text = document if isinstance(document, str) else tokenizer.decode(document)
+        total += len(text.encode())
+        if total > max_bytes and total > len(text.encode()):
+            return
+        yield document, text
+    if not total:
+        raise UserError("no held-out document; set data.heldout above 0, for example 0.05")
+
+
+def _pack(pieces: list[np.ndarray], length: int, batch_size: int) -> OpenRows:
+    """Best fit of the pieces, longest first, into a multiple of `batch_size` rows."""
+    order = sorted(range(len(pieces)), key=lambda i: -len(pieces[i]))
+    room = np.full(len(pieces), length)
+    row_of = np.zeros(len(pieces), np.int64)
+    for i in order:
+        row_of[i] = best_fit(room, len(pieces[i]))
+        room[row_of[i]] -= len(pieces[i])
+    used = int(np.max(row_of)) + 1
+    rows = OpenRows(-(-used // batch_size) * batch_size, length)
+    for piece, row in zip(pieces, row_of, strict=True):
+        rows.put(int(row), piece)
+    return rows

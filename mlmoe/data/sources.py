@@ -1,0 +1,149 @@
+"""Opening a corpus: each source of the config, split into training and held-out documents.
+
+A document is held out when its hash u (uniform in [0, 1)) is below `data.heldout`: of the
+file's relative name for text files; of the content for rows, so that copies fall on one side
+(of file name and row number where the corpus is too large to read at start). Never by order:
+the last files of a folder are one letter range. At least one document is on either side.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from mlmoe.data.config import DataConfig
+from mlmoe.data.documents import (
+    READ_WHOLE_BYTES,
+    BadDocument,
+    BadDocuments,
+    Document,
+    Documents,
+    Loaded,
+)
+from mlmoe.data.files import TextFiles
+from mlmoe.data.jsonl import JsonLines
+from mlmoe.data.records import ArrayRecord, Parquet
+from mlmoe.data.token_file import TokenFiles
+from mlmoe.data.tokenizers import Tokenizer
+from mlmoe.errors import UserError
+
+
+@dataclass(frozen=True)
+class Subset:
+    """Some documents of a source, in the order of `indices`; a skipped bad one reads as ''."""
+
+    documents: Documents
+    indices: np.ndarray
+    bad: BadDocuments
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Document:
+        try:
+            return self.documents[int(self.indices[index])]
+        except BadDocument as error:
+            self.bad.report(error)
+            return ""
+
+    def __iter__(self) -> Iterator[Document]:
+        return (self[index] for index in range(len(self)))
+
+
+@dataclass(frozen=True)
+class Part:
+    """One source of the corpus. `heldout_keys` [held-out documents] uint64 is ascending."""
+
+    name: str
+    weight: float  # share of the training tokens, before normalising
+    documents: Documents
+    train: Subset
+    heldout: Subset
+    heldout_keys: np.ndarray
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """All sources of a config, opened, checked as far as is cheap, and split."""
+
+    config: DataConfig
+    parts: tuple[Part, ...]
+    bad: BadDocuments
+
+    @property
+    def skipped(self) -> Counter[str]:
+        """Documents left out so far, by reason (in a large corpus, every time one is reached)."""
+        return self.bad.counts
+
+    def describe(self) -> str:
+        """One line a source, for the log of a run."""
+        lines = [
+            f"{p.name}: {len(p.train):,} training and {len(p.heldout):,} held-out documents, "
+            f"{p.documents.n_bytes / 1e6:,.1f} MB"
+            for p in self.parts
+        ]
+        if self.skipped:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in self.skipped.items())
+            lines.append(f"documents left out: {reasons}")
+        return "\n".join(lines)
+
+
+def open_corpus(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
+    """Opens, checks and splits every source of `config`. Raises UserError for bad input."""
+    bad = BadDocuments(config.on_bad)
+    parts = []
+    for source, path, weight in config.parts():
+        name = f"{source}:{path}" if path else source
+        documents = _open(source, path, config, tokenizer, bad)
+        if documents.n_bytes <= READ_WHOLE_BYTES:
+            documents = Loaded(documents, bad)
+        if not len(documents):
+            reasons = ", ".join(f"{n} {r}" for r, n in bad.counts.items()) or "nothing in it"
+            raise UserError(f"{name}: no usable document ({reasons})")
+        train, heldout, keys = _split(documents, config.heldout, name)
+        parts.append(
+            Part(
+                name=name,
+                weight=weight,
+                documents=documents,
+                train=Subset(documents, train, bad),
+                heldout=Subset(documents, heldout, bad),
+                heldout_keys=keys,
+            )
+        )
+    return Corpus(config, tuple(parts), bad)
+
+
+def _open(
+    source: str, path: str, config: DataConfig, tokenizer: Tokenizer, bad: BadDocuments
+) -> Documents:
+    match source:
+        case "stdlib":
+            return TextFiles.of_stdlib()
+        case "files":
+            return TextFiles.of_path(path)
+        case "jsonl":
+            return JsonLines(path, config.text_field, config.max_line_mb, bad)
+        case "parquet":
+            return Parquet(path, config.text_field, bad)
+        case "arrayrecord":
+            return ArrayRecord(path, bad)
+        case _:
+            return TokenFiles(path, config.bin_dtype, tokenizer, bad)
+
+
+def _split(
+    documents: Documents, heldout: float, name: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Indices of training documents (ascending) and held-out ones (by key), and those keys."""
+    keys = documents.keys()
+    order = np.argsort(keys, kind="stable")
+    count = int(np.sum(keys < np.uint64(heldout * 2.0**64)))
+    if heldout:
+        if len(keys) < 2:
+            message = f"{name}: one document cannot be split into training and held-out ones"
+            raise UserError(f"{message}; add documents or set data.heldout=0")
+        count = min(max(count, 1), len(keys) - 1)
+    chosen = order[:count]
+    return np.sort(order[count:]), chosen, keys[chosen]

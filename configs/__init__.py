@@ -1,0 +1,60 @@
+"""Named configurations: `stage`, `stage:scale`, or the path of a config file."""
+
+import importlib
+import importlib.util
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from configs.scales import SCALES
+from mlmoe.errors import UserError
+
+STAGES = tuple(
+    sorted(
+        (p.stem for p in Path(__file__).parent.glob("[0-9]*.py")),
+        key=lambda name: int(name[:-1]) * {"k": 1, "m": 1024}[name[-1]],
+    )
+)
+
+
+def load(name: str) -> ConfigDict:
+    """`8k` (full scale), `8k:tiny`, or `path/to/config.py` with a `get_config()`.
+
+    Raises:
+      UserError: no such stage, scale or file; names the valid ones.
+    """
+    stage, _, scale = name.partition(":")
+    if stage.endswith(".py"):
+        config = _from_file(Path(stage))
+    elif stage in STAGES:
+        config = importlib.import_module(f"configs.{stage}").get_config()
+    else:
+        raise UserError(
+            f"--config={name}: no such stage; choose one of {', '.join(STAGES)} "
+            f"(with :{', :'.join(SCALES)}), or give the path of a config file ending in .py"
+        )
+    if scale or not config.scale:
+        scale = scale or "2p8t"
+        if scale not in SCALES:
+            raise UserError(f"--config={name}: no such scale; choose one of {', '.join(SCALES)}")
+        SCALES[scale](config)
+    if not config.workdir:
+        config.workdir = f"runs/{config.stage}-{config.scale}"
+    return config
+
+
+def _from_file(path: Path) -> ConfigDict:
+    if not path.exists():
+        raise UserError(f"--config={path}: no such file")
+    spec = importlib.util.spec_from_file_location("config_file", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        config = module.get_config()
+    except Exception as e:
+        raise UserError(f"--config={path}: cannot be read: {type(e).__name__}: {e}") from e
+    if not isinstance(config, ConfigDict):
+        raise UserError(f"--config={path}: get_config() returned {type(config).__name__}, "
+                        "expected the ConfigDict of configs.base.get_config() with changes")
+    return config

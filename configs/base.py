@@ -1,0 +1,119 @@
+"""The whole schema: every field, its meaning, and its default (the full scale at 8K).
+
+A stage file (`configs/8k.py`) and a scale (`configs/scales.py`) state only what they change.
+Types and limits are checked in `mlmoe/config.py`. Override any field on the command line:
+`--config.steps=500 --config.optim.lr=0.01`.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    c = ConfigDict()
+    c.stage = ""  # curriculum stage; set by the stage file
+    c.scale = ""  # size of the model; set by the scale
+    c.workdir = ""  # checkpoints, metrics and plots go here; '' means runs/<stage>-<scale>
+    c.seed = 0  # of the initial parameters and of the order of the data
+    c.context = 8192  # tokens a row
+    c.batch = 2048  # rows an optimizer step, over all devices and micro-batches
+    c.accumulate = 1  # micro-batches an optimizer step is cut into
+    c.steps = 100_000  # optimizer steps of the whole run
+    c.log_every = 10  # steps between lines of progress and metrics
+    c.eval_every = 1_000  # steps between evaluations on held-out documents
+    c.eval_bytes = 1 << 20  # held-out text an evaluation reads, in whole documents
+    c.save_every = 1_000  # steps between checkpoints
+    c.keep = 3  # newest checkpoints kept
+    c.final_eval_bytes = 16 << 20  # the same for the evaluation at the end
+    c.sample_tokens = 200  # tokens of the text sample at the end; 0 for none
+    c.model = model()
+    c.data = data()
+    c.optim = optim()
+    return c
+
+
+def model() -> ConfigDict:
+    m = ConfigDict()
+    m.layout = "interleaved"  # preset (interleaved, thirds) or one letter a layer: F L R D A S
+    m.layers = 93
+    m.vocab = 163_840  # rows of the embedding; at least the tokenizer's vocabulary
+    m.d_model = 7168
+    m.norm_eps = 1e-5
+    m.tie_head = False  # head = embedding transposed
+    m.vocab_chunk = 8192  # logits of the loss that exist at a time, in vocabulary entries
+    m.remat = "full"  # kept for the backward pass: none (everything), dots (matmuls), full (inputs)
+    m.dtype = "auto"  # of activations: bfloat16 on accelerators, float32 on CPU
+
+    m.attention = a = ConfigDict()  # letters F, L, R
+    a.heads = 96
+    a.head_dim = 128  # F: width of q, k and v
+    a.q_rank = 1536  # L, R: low-rank width of q
+    a.kv_rank = 512  # L, R: the latent that is cached
+    a.nope_dim = 128  # L, R: key width a head without position
+    a.rope_dim = 64  # L, R: key width shared by all heads; rotated in R
+    a.v_dim = 128
+    a.rope_theta = 5e5  # F, R: base of the rotary frequencies
+
+    m.incremental = i = ConfigDict()  # letters D, A, S
+    i.heads = 96
+    i.key_dim = 128
+    i.value_dim = 128
+    i.slots = 512  # S: slots a head
+    i.conv_width = 4  # tokens of the short convolution on q, k, v
+    i.gate_rank = 128  # low-rank width of the decay's projection
+    i.g_min = -5.0  # lower bound of the log-decay: exp(-5) is the decay floor
+    i.beta_max = 1.0  # D: 1 or 2; with 2 the state can flip sign (parity needs it)
+    i.memory_min = 2.0  # tokens that the fastest channel remembers at the start
+    i.memory_max = 1e5  # tokens that the slowest channel remembers at the start
+
+    m.moe = e = ConfigDict()
+    e.activation = "capped"  # SiTU-GLU, capped (3 matrices) or four (4 matrices); or swiglu
+    e.dense_layers = 1  # leading layers with a dense MLP in place of experts
+    e.dense_hidden = 33_792
+    e.experts = 896
+    e.active = 16  # experts a token
+    e.latent = 3584  # width that routed experts live in
+    e.hidden = 3072  # of one routed expert
+    e.shared_hidden = 6144  # of the shared experts together, at full width
+    e.temperature = 1.0  # of the router's sigmoid
+    e.balance = "quantile"  # of experts: quantile, quantile_sign or none
+
+    m.residual = r = ConfigDict()
+    r.kind = "block"  # none, window (projections of earlier mixers) or block (softmax over depth)
+    r.size = 12  # layers of a block, or of the window
+    return m
+
+
+def data() -> ConfigDict:
+    d = ConfigDict()
+    d.source = "stdlib"  # stdlib, files, jsonl, parquet, arrayrecord or bin
+    d.path = ""  # file, folder or glob; empty for stdlib
+    d.mixture = ()  # ((source, path, weight), ...) in place of source and path
+    d.text_field = "text"  # jsonl, parquet: the column that holds the text
+    d.tokenizer = "bytes"  # or the path of a Hugging Face tokenizer.json
+    d.packing = "split"  # split (rows always full, documents cut) or best_fit (whole where they fit)
+    d.pack_bins = 32  # rows filled side by side, each from its own documents; at least the rows of a process
+    d.heldout = 0.03  # share of documents held out, by hash
+    d.on_bad = "raise"  # a bad document stops the run (raise) or is counted and left out (skip)
+    d.max_line_mb = 64  # jsonl: a longer line is a bad document
+    d.bin_dtype = "uint32"  # bin: type of the token ids
+    d.prefetch = 4  # batches prepared ahead
+    return d
+
+
+def optim() -> ConfigDict:
+    o = ConfigDict()
+    o.name = "muon"  # muon (matrices; the rest by adam) or adamw
+    o.lr = 2e-3  # peak, Muon's matrices
+    o.adam_lr = 2e-3  # peak, everything that Adam updates
+    o.warmup = 1_000  # steps
+    o.schedule = "cosine"  # or wsd: warm-up, stable, linear decay
+    o.decay = 0.2  # wsd: share of the run that decays
+    o.final_lr = 0.0  # last learning rate as a fraction of the peak
+    o.weight_decay = 0.1
+    o.clip = 1.0  # global norm of the gradient
+    o.momentum = 0.95  # Muon
+    o.b1 = 0.9  # Adam
+    o.b2 = 0.95  # Adam
+    o.z_loss = 0.0  # weight of the squared log-partition
+    o.max_bad_steps = 10  # non-finite steps in a row that end the run
+    return o

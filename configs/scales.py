@@ -1,0 +1,47 @@
+"""Sizes of the model. A scale changes a full-scale stage config in place."""
+
+from ml_collections import ConfigDict
+
+# Every length of the curriculum is this much shorter at scale `tiny`.
+TINY_CONTEXT = 32
+
+
+def full(c: ConfigDict) -> None:
+    """2p8t: 2.78 T parameters, 104 B active; what `configs/base.py` says."""
+    c.scale = "2p8t"
+
+
+def small(c: ConfigDict) -> None:
+    """A hundred million parameters: one accelerator, or a patient CPU with 16 GB."""
+    c.scale = "small"
+    c.context //= 4
+    c.batch, c.steps, c.eval_every, c.save_every = 16, 5_000, 500, 500
+    m = c.model
+    m.update(layers=12, vocab=512, vocab_chunk=512, d_model=512, remat="dots")
+    m.attention.update(heads=8, head_dim=64, q_rank=256, kv_rank=128, nope_dim=48, rope_dim=16)
+    m.attention.update(v_dim=64)
+    m.incremental.update(heads=8, key_dim=64, value_dim=64, slots=64, gate_rank=64)
+    m.moe.update(dense_hidden=1536, experts=64, active=4, latent=256, hidden=192)
+    m.moe.update(shared_hidden=512)
+    m.residual.update(size=4)
+    c.optim.update(warmup=200)
+
+
+def tiny(c: ConfigDict) -> None:
+    """Learns on two CPU cores in minutes, with every mechanism of the full scale in it."""
+    c.scale = "tiny"
+    c.context //= TINY_CONTEXT
+    c.batch, c.steps, c.eval_every, c.save_every = 16, 1_000, 250, 250
+    c.eval_bytes = 1 << 18
+    m = c.model
+    m.update(layout="DLDL", layers=4, vocab=264, vocab_chunk=264, d_model=128, remat="none")
+    m.attention.update(heads=4, head_dim=32, q_rank=64, kv_rank=64, nope_dim=24, rope_dim=8)
+    m.attention.update(v_dim=32)
+    m.incremental.update(heads=4, key_dim=32, value_dim=32, slots=32, gate_rank=32)
+    m.incremental.update(memory_max=1e4)
+    m.moe.update(dense_hidden=384, experts=16, active=2, latent=64, hidden=96, shared_hidden=128)
+    m.residual.update(size=2)
+    c.optim.update(lr=2e-2, adam_lr=4e-3, warmup=50)
+
+
+SCALES = {"tiny": tiny, "small": small, "2p8t": full}

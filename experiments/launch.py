@@ -1,0 +1,125 @@
+"""Trains one stage of the curriculum, resuming where the same command stopped before.
+
+    python -m experiments.launch --config=8k:tiny          on a laptop, in minutes
+    python -m experiments.launch --config=8k               the full scale (2.8 T parameters), on a pod
+    python -m experiments.launch --config=path/to/my.py    any file with a get_config()
+
+--config is STAGE or STAGE:SCALE. Stages: {stages}. Scales: {scales} (2p8t if not given).
+Any field of configs/base.py can be overridden:
+
+    --config.steps=2000 --config.optim.lr=0.01 --config.model.layout=DDDL --config.data.source=files
+    --config.data.path=~/my/texts --config.workdir=runs/mine
+
+Ctrl-C or SIGTERM saves a checkpoint and stops. Exit codes: 0 finished, 2 bad input or a run that
+diverged, 130 and 143 stopped by a signal.
+"""
+
+import os
+import sys
+
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+import configs
+from configs.scales import SCALES
+from mlmoe.config import TrainConfig, from_dict
+from mlmoe.count import parameters, training_bytes
+from mlmoe.errors import UserError
+
+
+def parse(argv: list[str]) -> TrainConfig:
+    """The validated config of a command line (without the program's name).
+
+    Raises:
+      UserError: no --config, an unknown stage, scale, field or positional leftover, a wrong type.
+    """
+    names = [a.partition("=")[2] for a in argv if a.startswith("--config=")]
+    if len(names) != 1 or not names[0]:
+        raise UserError(
+            f"give exactly one --config=STAGE:SCALE, such as --config=8k:tiny; stages: "
+            f"{', '.join(configs.STAGES)}; scales: {', '.join(SCALES)}"
+        )
+    config = configs.load(names[0])
+    rest = [a for a in argv if not a.startswith("--config=")]
+    apply_overrides(config, rest)
+    return from_dict(TrainConfig, config.to_dict())
+
+
+def apply_overrides(config: ConfigDict, argv: list[str]) -> None:
+    """Applies `--config.a.b=value` arguments in place; anything else is an error."""
+    for a in argv:
+        if not a.startswith("--config."):
+            hint = f"; did you mean --config.{a.lstrip('-')}?" if "=" in a else ""
+            raise UserError(f"unexpected argument {a!r}{hint}")
+        if "=" not in a:
+            raise UserError(f"{a}: write it as {a}=VALUE")
+    values = flags.FlagValues()
+    try:
+        config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=argv)
+        values(["launch", *argv])
+    except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as e:
+        raise UserError(f"{' '.join(argv)}: {_text(e)}") from e
+
+
+def _text(e: Exception) -> str:
+    return " ".join(str(e.args[0] if e.args else type(e).__name__).split())
+
+
+def available_bytes() -> tuple[int, str]:
+    """Memory of this process' accelerators, or the machine's where JAX runs on CPU; and its name."""
+    import jax
+
+    devices = jax.local_devices()
+    limits = [(d.memory_stats() or {}).get("bytes_limit", 0) for d in devices]
+    if devices[0].platform != "cpu" and all(limits):
+        return sum(limits) * jax.process_count(), f"{jax.device_count()} x {devices[0].device_kind}"
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine's memory"
+
+
+def check_fits(config: TrainConfig) -> None:
+    """Refuses a run whose state alone is larger than the memory there is; says what would work."""
+    need, (found, where) = training_bytes(config), available_bytes()
+    if need <= found:
+        return
+    count = parameters(config.model)
+    works = [s for s in SCALES if _need(config.stage, s) <= found]
+    commands = "\n".join(
+        f"  python -m experiments.launch --config={config.stage}:{s}" for s in works[:2]
+    )
+    raise UserError(
+        f"{config.stage}:{config.scale} has {_short(count.total)} parameters ({_short(count.active)} "
+        f"active) and needs at least {need / 1e9:,.0f} GB for parameters, gradients, optimizer and "
+        f"layer inputs; found: {found / 1e9:,.0f} GB ({where}). What works here:\n{commands}"
+    )
+
+
+def _need(stage: str, scale: str) -> int:
+    return training_bytes(from_dict(TrainConfig, configs.load(f"{stage}:{scale}").to_dict()))
+
+
+def _short(n: int) -> str:
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if n >= size:
+            return f"{n / size:.3g} {unit}"
+    return str(n)
+
+
+def main(argv: list[str]) -> int:
+    """Runs one command line; returns the exit code."""
+    if not argv or {"-h", "--help", "--helpfull", "--helpshort"} & set(argv):
+        print((__doc__ or "").format(stages=", ".join(configs.STAGES), scales=", ".join(SCALES)))
+        return 0 if argv else 2
+    try:
+        config = parse(argv)
+        check_fits(config)
+        from mlmoe.loop import train
+
+        train(config)
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,89 @@
+"""What a run needs before its first step: the mesh, the functions, and their one compilation."""
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mlmoe import optim
+from mlmoe.config import TrainConfig
+from mlmoe.data.batch import Batch
+from mlmoe.evaluate import make_eval_step
+from mlmoe.model import Model, make_model
+from mlmoe.sharding import sharding
+from mlmoe.step import TrainState, init_state, make_train_step
+
+
+class Program(NamedTuple):
+    """A config as functions, nothing compiled yet."""
+
+    model: Model
+    tx: optax.GradientTransformation
+    init: Callable[[], TrainState]
+    train_step: Callable[[TrainState, Batch], Any]
+    eval_step: Callable[[Any, jax.Array, Batch], Any]
+
+
+def make_program(config: TrainConfig) -> Program:
+    """Model, optimizer, init, train step and eval step of a config."""
+    model = make_model(config.model)
+    tx = optim.make(config.optim, model.axes)
+    return Program(
+        model=model,
+        tx=tx,
+        init=lambda: init_state(config, model, tx),
+        train_step=make_train_step(config, model, tx),
+        eval_step=make_eval_step(config, model),
+    )
+
+
+def abstract_state(program: Program, mesh: jax.sharding.Mesh) -> TrainState:
+    """Shapes, dtypes and shardings of the train state; costs no memory."""
+    whole = sharding(mesh)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
+        jax.eval_shape(program.init),
+    )
+
+
+def abstract_batch(config: TrainConfig, mesh: jax.sharding.Mesh) -> Batch:
+    """The global batch: `config.batch` rows of `config.context` tokens, split over `data`."""
+    rows = sharding(mesh, "batch", "time")
+    shape = (config.batch, config.context)
+    kinds = {name: jnp.int32 for name in Batch._fields} | {"weights_BT": jnp.float32}
+    return Batch(**{n: jax.ShapeDtypeStruct(shape, t, sharding=rows) for n, t in kinds.items()})
+
+
+def put(batch: Batch, mesh: jax.sharding.Mesh) -> Batch:
+    """Host rows of this process -> its part of the global batch on the devices."""
+    rows = sharding(mesh, "batch", "time")
+    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(rows, x), batch)
+
+
+class Compiled(NamedTuple):
+    """The executables of a run, each compiled once, ahead of the first step."""
+
+    train_step: Callable[[TrainState, Batch], Any]
+    eval_step: Callable[[Any, jax.Array, Batch], Any]
+    seconds: float
+
+
+def compile_steps(config: TrainConfig, program: Program, mesh: jax.sharding.Mesh) -> Compiled:
+    """Compiles the train and the eval step for the mesh. The train step reuses the state's memory."""
+    began = time.time()
+    state, batch = abstract_state(program, mesh), abstract_batch(config, mesh)
+    with jax.set_mesh(mesh):
+        train = jax.jit(
+            program.train_step,
+            donate_argnums=0,
+            out_shardings=(sharding(mesh), sharding(mesh)),
+        )
+        evaluate = jax.jit(program.eval_step, out_shardings=sharding(mesh))
+        return Compiled(
+            train.lower(state, batch).compile(),
+            evaluate.lower(state.params, state.bias_LE, batch).compile(),
+            time.time() - began,
+        )

@@ -1,0 +1,303 @@
+"""The configuration below the launcher: frozen dataclasses, typed and validated.
+
+`configs/base.py` holds every field's default and meaning; here are the types and what must hold
+between fields. `from_dict` is the only way in, so a missing, unknown or mistyped key stops there.
+"""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlmoe.data.config import DataConfig
+from mlmoe.errors import UserError
+
+LETTERS = {
+    "F": "full softmax attention",
+    "L": "latent attention without positions (NoPE)",
+    "R": "latent attention with RoPE",
+    "D": "incremental attention, delta update",
+    "A": "incremental attention, additive update",
+    "S": "incremental attention, slot read-out",
+}
+PRESETS = {
+    "interleaved": lambda n: ("DDDL" * n)[: n - 1] + "L",
+    "thirds": lambda n: "D" * (n // 3) + "L" * (n - n // 3),
+}
+
+
+def require(ok: bool, message: str) -> None:
+    """Raises UserError(message) unless ok."""
+    if not ok:
+        raise UserError(message)
+
+
+def one_of(name: str, value: str, choices: Sequence[str]) -> None:
+    require(value in choices, f"{name}={value!r}: choose one of {', '.join(choices)}")
+
+
+def positive(prefix: str, config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        require(value > 0, f"{prefix}.{name}={value}: must be greater than 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    """Layers F, L and R."""
+
+    heads: int
+    head_dim: int
+    q_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    rope_theta: float
+
+    def __post_init__(self) -> None:
+        names = [f.name for f in dataclasses.fields(self)]
+        positive("model.attention", self, *names)
+        for name in ("head_dim", "rope_dim"):
+            value = getattr(self, name)
+            require(
+                value % 2 == 0,
+                f"model.attention.{name}={value}: rotary pairs need an even width; "
+                f"nearest: {value - 1} or {value + 1}",
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class IncrementalConfig:
+    """Layers D, A and S."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    slots: int
+    conv_width: int
+    gate_rank: int
+    g_min: float
+    beta_max: float
+    memory_min: float
+    memory_max: float
+
+    def __post_init__(self) -> None:
+        p = "model.incremental"
+        positive(p, self, "heads", "key_dim", "value_dim", "slots", "conv_width", "gate_rank")
+        require(
+            -5.0 <= self.g_min < 0.0,
+            f"{p}.g_min={self.g_min}: must be in [-5, 0); a 16-token tile spans 16 * g_min nats "
+            "and exp overflows f32 at 88",
+        )
+        require(
+            self.beta_max in (1.0, 2.0), f"{p}.beta_max={self.beta_max}: choose one of 1.0, 2.0"
+        )
+        require(
+            1.0 / -self.g_min < self.memory_min < self.memory_max,
+            f"{p}.memory_min={self.memory_min}, memory_max={self.memory_max}: need "
+            f"{1.0 / -self.g_min} < memory_min < memory_max (tokens)",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class MoEConfig:
+    """Channel mixers: the dense MLP and the LatentMoE."""
+
+    activation: str
+    dense_layers: int
+    dense_hidden: int
+    experts: int
+    active: int
+    latent: int
+    hidden: int
+    shared_hidden: int
+    temperature: float
+    balance: str
+
+    def __post_init__(self) -> None:
+        p = "model.moe"
+        one_of(f"{p}.activation", self.activation, ("capped", "four", "swiglu"))
+        one_of(f"{p}.balance", self.balance, ("quantile", "quantile_sign", "none"))
+        names = ("dense_hidden", "experts", "active", "latent", "hidden", "shared_hidden")
+        positive(p, self, *names, "temperature")
+        require(self.dense_layers >= 0, f"{p}.dense_layers={self.dense_layers}: must be >= 0")
+        require(
+            self.active < self.experts,
+            f"{p}.active={self.active}: must be below {p}.experts={self.experts}; "
+            f"nearest: {self.experts - 1}",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ResidualConfig:
+    """What joins the layers: plain sums, a window of projections, or a softmax over depth."""
+
+    kind: str
+    size: int
+
+    def __post_init__(self) -> None:
+        one_of("model.residual.kind", self.kind, ("none", "window", "block"))
+        positive("model.residual", self, "size")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The architecture. `layout` is a preset name or one letter a layer."""
+
+    layout: str
+    layers: int
+    vocab: int
+    d_model: int
+    norm_eps: float
+    tie_head: bool
+    vocab_chunk: int
+    remat: str
+    dtype: str
+    attention: AttentionConfig
+    incremental: IncrementalConfig
+    moe: MoEConfig
+    residual: ResidualConfig
+
+    def __post_init__(self) -> None:
+        positive("model", self, "layers", "vocab", "vocab_chunk", "d_model", "norm_eps")
+        require(
+            self.vocab % min(self.vocab, self.vocab_chunk) == 0,
+            f"model.vocab={self.vocab} is not divisible by model.vocab_chunk={self.vocab_chunk}; "
+            f"nearest vocab: {nearest_multiple(self.vocab, self.vocab_chunk)}",
+        )
+        one_of("model.remat", self.remat, ("none", "dots", "full"))
+        one_of("model.dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        unknown = sorted(set(self.letters) - set(LETTERS))
+        meanings = ", ".join(f"{k} ({v})" for k, v in LETTERS.items())
+        require(
+            not unknown,
+            f"model.layout={self.layout!r}: unknown letter {''.join(unknown)!r}; use the presets "
+            f"{', '.join(PRESETS)} or the letters {meanings}",
+        )
+        require(
+            len(self.letters) == self.layers,
+            f"model.layout={self.layout!r} has {len(self.letters)} letters but model.layers="
+            f"{self.layers}; set --config.model.layers={len(self.letters)}",
+        )
+
+    @property
+    def letters(self) -> str:
+        """The layout spelled out, one letter a layer."""
+        return PRESETS[self.layout](self.layers) if self.layout in PRESETS else self.layout
+
+    @property
+    def moe_layers(self) -> int:
+        return max(0, self.layers - self.moe.dense_layers)
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimConfig:
+    name: str
+    lr: float
+    adam_lr: float
+    warmup: int
+    schedule: str
+    decay: float
+    final_lr: float
+    weight_decay: float
+    clip: float
+    momentum: float
+    b1: float
+    b2: float
+    z_loss: float
+    max_bad_steps: int
+
+    def __post_init__(self) -> None:
+        one_of("optim.name", self.name, ("muon", "adamw"))
+        one_of("optim.schedule", self.schedule, ("cosine", "wsd"))
+        positive("optim", self, "lr", "adam_lr", "clip", "max_bad_steps")
+        for name in ("warmup", "weight_decay", "z_loss"):
+            value = getattr(self, name)
+            require(value >= 0, f"optim.{name}={value}: must be >= 0")
+        for name in ("decay", "final_lr", "momentum", "b1", "b2"):
+            value = getattr(self, name)
+            require(0 <= value <= 1, f"optim.{name}={value}: must be in [0, 1]")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """One run. Built by `from_dict`; hashable, so it can be a static argument of jit."""
+
+    stage: str
+    scale: str
+    workdir: str
+    seed: int
+    context: int
+    batch: int
+    accumulate: int
+    steps: int
+    log_every: int
+    eval_every: int
+    eval_bytes: int
+    save_every: int
+    keep: int
+    final_eval_bytes: int
+    sample_tokens: int
+    model: ModelConfig
+    data: DataConfig
+    optim: OptimConfig
+
+    def __post_init__(self) -> None:
+        positive("config", self, "context", "batch", "accumulate", "steps")
+        positive("config", self, "log_every", "eval_every", "eval_bytes", "save_every", "keep", "final_eval_bytes")
+        require(self.sample_tokens >= 0, f"sample_tokens={self.sample_tokens}: must be >= 0")
+        require(
+            self.batch % self.accumulate == 0,
+            f"batch={self.batch} rows cannot be cut into accumulate={self.accumulate} equal "
+            f"micro-batches; nearest batch: {nearest_multiple(self.batch, self.accumulate)}",
+        )
+
+
+def nearest_multiple(value: int, of: int) -> int:
+    """The positive multiple of `of` closest to `value`."""
+    return max(of, round(value / of) * of)
+
+
+def check_devices(config: TrainConfig, devices: int) -> None:
+    """Every micro-batch is split evenly over the devices; says the nearest batch that is."""
+    whole = config.accumulate * devices
+    require(
+        config.batch % whole == 0,
+        f"batch={config.batch} rows cannot be split evenly over {devices} devices"
+        + (f" x {config.accumulate} micro-batches" if config.accumulate > 1 else "")
+        + f"; nearest: --config.batch={nearest_multiple(config.batch, whole)}",
+    )
+
+
+def from_dict(cls: type, values: Mapping[str, Any], prefix: str = "config") -> Any:
+    """Builds the dataclass `cls` from a nested mapping, checking every key and type.
+
+    Raises:
+      UserError: a key is missing or unknown, or a value has another type; an int is accepted for
+        a float and a list for a tuple, nothing else is converted.
+    """
+    hints = typing.get_type_hints(cls)
+    for key in values:
+        require(key in hints, f"{prefix}.{key}: no such field; {prefix} has {', '.join(hints)}")
+    missing = [key for key in hints if key not in values]
+    require(not missing, f"{prefix}: missing {', '.join(missing)}")
+    return cls(**{k: _convert(t, values[k], f"{prefix}.{k}") for k, t in hints.items()})
+
+
+def _convert(kind: Any, value: Any, name: str) -> Any:
+    if dataclasses.is_dataclass(kind):
+        return from_dict(typing.cast(type, kind), value, name)
+    if isinstance(kind, types.GenericAlias):  # tuple[tuple[str, str, float], ...]
+        require(isinstance(value, Sequence), f"{name}={value!r}: expected a tuple")
+        return tuple(tuple(v) if isinstance(v, Sequence) else v for v in value)
+    if kind is float and type(value) is int:
+        return float(value)
+    require(type(value) is kind, f"{name}={value!r}: expected {kind.__name__}")
+    return value
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The nested plain dict of a config, JSON-able, for checkpoints and comparisons."""
+    return dataclasses.asdict(config)

@@ -1,0 +1,55 @@
+"""Stable LatentMoE: many small experts in a latent space, router and shared expert at full width.
+
+    y = shared(x) + W_up RMSNorm( sum_a p_a expert_a(W_down x) )
+
+The norm before W_up keeps the scale of the sum from drifting (arXiv 2607.24653). Only the latent
+width R is ever sent to experts, so their traffic and bytes shrink by D / R.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from mlmoe.config import ModelConfig
+from mlmoe.layers.mlp import MLP
+from mlmoe.layers.norm import RMSNorm
+from mlmoe.layers.param import fan_in, param
+from mlmoe.layers.router import RouterStats, route
+from pallas_kernels.expert_dispatch import expert_ffn
+from pallas_kernels.expert_dispatch.activations import PARTS
+
+
+class LatentMoE(nn.Module):
+    """x [B, T, D], document [B, T], bias [E] -> (y [B, T, D], RouterStats)."""
+
+    config: ModelConfig
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(
+        self, x_BTD: jax.Array, document_BT: jax.Array, bias_E: jax.Array
+    ) -> tuple[jax.Array, RouterStats]:
+        c, D = self.config.moe, self.config.d_model
+        E, R, F, P = c.experts, c.latent, c.hidden, PARTS[c.activation]
+        w_router = param(self, "w_router", fan_in(D), (D, E), "embed expert")
+        w_down = param(self, "w_down", fan_in(D), (D, R), "embed latent")
+        w_up = param(self, "w_up", fan_in(R), (R, D), "latent embed")
+        w_in = param(self, "w_in", fan_in(R), (E, P, R, F), "expert part latent hidden")
+        w_out = param(self, "w_out", fan_in(F), (E, F, R), "expert hidden latent")
+
+        logits_BTE = jnp.einsum("BTD,DE->BTE", x_BTD.astype(jnp.float32), w_router)
+        experts_NA, p_NA, stats = route(
+            logits_BTE.reshape(-1, E), bias_E, document_BT.reshape(-1) > 0, c.active, c.temperature
+        )
+        z_BTR = jnp.einsum("BTD,DR->BTR", x_BTD, w_down.astype(self.dtype))
+        u_NR = expert_ffn(
+            z_BTR.reshape(-1, R),
+            experts_NA,
+            p_NA,
+            w_in.astype(self.dtype),
+            w_out.astype(self.dtype),
+            activation=c.activation,
+        )
+        u_BTR = RMSNorm(self.config.norm_eps, name="latent_norm")(u_NR.reshape(z_BTR.shape))
+        shared_BTD = MLP(c.shared_hidden, c.activation, self.dtype, name="shared")(x_BTD)
+        return shared_BTD + jnp.einsum("BTR,RD->BTD", u_BTR, w_up.astype(self.dtype)), stats

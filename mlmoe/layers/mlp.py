@@ -1,0 +1,24 @@
+"""The dense channel mixer: y = W_out glu(W_in x). Also the shared expert of the LatentMoE."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from mlmoe.layers.param import fan_in, param
+from pallas_kernels.expert_dispatch.activations import PARTS, glu
+
+
+class MLP(nn.Module):
+    """Gated MLP over the last axis of x [B, T, D]; `activation` as in `expert_dispatch`."""
+
+    hidden: int
+    activation: str
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        D, F, P = x_BTD.shape[-1], self.hidden, PARTS[self.activation]
+        w_in = param(self, "w_in", fan_in(D), (P, D, F), "part embed hidden")
+        w_out = param(self, "w_out", fan_in(F), (F, D), "hidden embed")
+        z_PBTF = [jnp.einsum("BTD,DF->BTF", x_BTD, w.astype(self.dtype)) for w in w_in]
+        return jnp.einsum("BTF,FD->BTD", glu(z_PBTF, self.activation), w_out.astype(self.dtype))

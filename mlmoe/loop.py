@@ -1,0 +1,243 @@
+"""Training, from a config to a trained checkpoint: the page to read first.
+
+    open data -> compile -> restore or init -> for each step: batch, step, read the step before,
+    evaluate, save -> report
+
+Stopping anywhere leaves a complete checkpoint or nothing.
+"""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from mlmoe.build import Compiled, Program, abstract_state, compile_steps, make_program, put
+from mlmoe.checkpoint import Checkpoints
+from mlmoe.config import TrainConfig, check_devices, to_dict
+from mlmoe.data.batch import Batch
+from mlmoe.data.heldout import heldout_batches
+from mlmoe.data.pipeline import train_batches
+from mlmoe.data.resume_check import describe_difference, fingerprint
+from mlmoe.data.sources import open_corpus
+from mlmoe.data.tokenizers import check_vocab, make_tokenizer
+from mlmoe.errors import UserError
+from mlmoe.evaluate import evaluate
+from mlmoe.metrics import MetricsLog, Progress, to_host
+from mlmoe.report import final_report, read_summary
+from mlmoe.sharding import make_mesh, sharding
+from mlmoe.step import Metrics, TrainState
+from mlmoe.stop import Stopped, StopSignal, leave
+
+# What may change between the runs of one workdir; any other difference makes it another run.
+MAY_CHANGE = {
+    *("workdir", "steps", "log_every", "eval_every", "eval_bytes", "final_eval_bytes"),
+    *("save_every", "keep", "sample_tokens", "data.path", "data.prefetch", "data.on_bad"),
+}
+
+
+class Run:
+    """The parts of a run that outlive a step: data, programs, files. Built once by `train`."""
+
+    def __init__(self, config: TrainConfig, checkpoints: Checkpoints, stop: StopSignal):
+        self.config, self.checkpoints, self.stop = config, checkpoints, stop
+        self.workdir = Path(config.workdir)
+        self.mesh = make_mesh()
+        self.tokenizer = make_tokenizer(config.data.tokenizer)
+        check_vocab(self.tokenizer, config.model.vocab)
+        self.corpus = open_corpus(config.data, self.tokenizer)
+        self.sizes = {"context": config.context, "batch_size": config.batch}
+        processes = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+        self.heldout_args = {"tokenizer": self.tokenizer, **self.sizes, **processes}
+        self.batches = train_batches(self.corpus, seed=config.seed, **self.heldout_args)
+        self.meta = {
+            "config": to_dict(config),
+            "data": fingerprint(
+                self.corpus,
+                tokenizer=self.tokenizer,
+                seed=config.seed,
+                process_count=jax.process_count(),
+                **self.sizes,
+            ),
+        }
+        self.program: Program = make_program(config)
+        self.start_step = 0
+        self.saved_step: int | None = None
+
+    def heldout(self, max_bytes: int) -> tuple[list[Batch], int]:
+        """Held-out batches on the devices, and the bytes of text in them."""
+        batches, n_bytes = heldout_batches(self.corpus, max_bytes=max_bytes, **self.heldout_args)
+        return [put(b, self.mesh) for b in batches], n_bytes
+
+    def start(self) -> TrainState:
+        """The newest sound checkpoint, or the state before step 0."""
+        found = self.checkpoints.restore(abstract_state(self.program, self.mesh))
+        if found is None:
+            with jax.set_mesh(self.mesh):
+                return jax.jit(self.program.init, out_shardings=sharding(self.mesh))()
+        self.batches.set_state(found.data_state)
+        self.start_step = self.saved_step = found.step
+        return found.state
+
+    def save(self, step: int, state: TrainState) -> None:
+        """Saves `state` and the position in the data in the background, once a step."""
+        if step != self.saved_step:
+            data_state = self.batches.get_state()
+            self.checkpoints.save(step, state, data_state=data_state, meta=self.meta)
+            self.saved_step = step
+
+
+def train(config: TrainConfig) -> None:
+    """Trains to `config.steps`, resuming from the newest sound checkpoint in the workdir.
+
+    Raises:
+      UserError: bad input, the workdir of another run, or too many bad steps in a row.
+    """
+    check_devices(config, jax.device_count())
+    with StopSignal() as stop, Checkpoints(config.workdir, keep=config.keep) as checkpoints:
+        run = Run(config, checkpoints, stop)
+        check_same_run(run.meta, checkpoints.latest_meta(), config.workdir)
+        if is_finished(run):
+            return
+        print(run.corpus.describe())
+        print(f"compiling for {jax.device_count()} {jax.default_backend()} device(s) ...", flush=True)
+        try:
+            compiled = stop.run(lambda: compile_steps(config, run.program, run.mesh))
+            state = stop.run(run.start)
+        except Stopped as e:
+            saved = checkpoints.steps()
+            print(f"\nstopped: nothing to save ({f'step {saved[-1]} is' if saved else 'no step was'} saved before)")
+            leave(e.code)  # the compilation goes on in its thread: only _exit ends it
+        print(f"compiled in {compiled.seconds:.1f} s; step {run.start_step} of {config.steps}")
+        run_steps(run, compiled, state)
+
+
+def run_steps(run: Run, compiled: Compiled, state: TrainState) -> None:
+    """The loop. Metrics of a step are read once the next is queued, so the device never waits."""
+    config, step = run.config, run.start_step
+    log = MetricsLog(run.workdir, step)
+    progress = Progress(config.steps, step)
+    heldout, n_bytes = run.heldout(config.eval_bytes)
+    reader = StepReader(run, log, progress, n_bytes / max(1, count_targets(heldout)))
+    try:
+        while step < config.steps:
+            run.stop.check()
+            batch = next(run.batches)
+            state, metrics = compiled.train_step(state, put(batch, run.mesh))
+            step += 1
+            reader.queue(step, metrics, batch)
+            last = step == config.steps
+            if step % config.save_every == 0 or last:
+                reader.flush()
+                run.save(step, state)
+            if step % config.eval_every == 0 and not last:
+                reader.flush()
+                params = (state.params, state.bias_LE)
+                values = evaluate(compiled.eval_step, *params, heldout, n_bytes, run.stop.check)
+                log.write("eval", step, values)
+                progress.say(f"step {step}: held-out bits/byte {values['bits_per_byte']:.4f}")
+                reader.restart_clock()
+        progress.close()
+        run.checkpoints.wait()
+        final_report(run, compiled, state, log)
+    except Stopped as e:
+        reader.flush()
+        run.save(step, state)
+        run.checkpoints.wait()
+        progress.close()
+        print(f"\nstopped by {e}: step {step} is saved; the same command goes on from there")
+        leave(e.code)
+    finally:
+        progress.close()
+        log.close()
+
+
+class StepReader:
+    """Reads the metrics of a step while the next one runs, logs them, and watches for bad steps."""
+
+    def __init__(self, run: Run, log: MetricsLog, progress: Progress, bytes_per_token: float):
+        self.config, self.workdir = run.config, run.workdir
+        self.log, self.progress, self.bytes_per_token = log, progress, bytes_per_token
+        self.pending: tuple[int, Metrics, Batch] | None = None
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Leaves the time since the last step (an evaluation, a save) out of tokens_per_s."""
+        self.began, self.tokens = time.perf_counter(), 0.0
+
+    def queue(self, step: int, metrics: Metrics, batch: Batch) -> None:
+        """Takes the metrics of a step just queued and reads those of the step before."""
+        self.flush()
+        self.pending = (step, metrics, batch)
+
+    def flush(self) -> None:
+        if self.pending is None:
+            return
+        (step, metrics, batch), self.pending = self.pending, None
+        values = to_host(metrics)
+        self.tokens += values["tokens"]
+        values["bits_per_byte"] = values["loss"] / np.log(2) / self.bytes_per_token
+        values["tokens_per_s"] = self.tokens / max(1e-9, time.perf_counter() - self.began)
+        due = step % self.config.log_every == 0 or step in (1, self.config.steps)
+        if due:
+            self.log.write("train", step, values)
+            self.restart_clock()
+        self.progress.step(step, values, due)
+        if values["bad_in_a_row"]:
+            self.bad_step(step, values, batch)
+
+    def bad_step(self, step: int, values: dict[str, float], batch: Batch) -> None:
+        bad, limit = int(values["bad_in_a_row"]), self.config.optim.max_bad_steps
+        what = f"loss {values['loss']:.4g}, gradient norm {values['grad_norm']:.4g}"
+        self.progress.say(f"step {step}: {what}: not applied ({bad} in a row)")
+        if bad >= limit:
+            path = self.workdir / f"bad_batch_{step}.npz"
+            np.savez_compressed(path, **batch._asdict())
+            raise UserError(
+                f"step {step}: {what}; {bad} steps in a row were not finite "
+                f"(optim.max_bad_steps={limit}). Nothing of them was applied or saved. The batch of "
+                f"step {step} is in {path}. Try a lower --config.optim.lr, in a new workdir"
+            )
+
+
+def count_targets(batches: list[Batch]) -> float:
+    return sum(float(b.weights_BT.sum()) for b in batches)
+
+
+def check_same_run(new: dict[str, Any], old: dict[str, Any] | None, workdir: str) -> None:
+    """Refuses to continue a workdir whose checkpoint has another config or other data."""
+    if old is None:
+        return
+    old = json.loads(json.dumps(old))  # both sides with JSON's types: tuples are lists
+    new = json.loads(json.dumps(new))
+    lines = describe_difference(_flat(old["config"]), _flat(new["config"]))
+    lines = [line for line in lines if line.split(":")[0] not in MAY_CHANGE]
+    lines += [d for d in describe_difference(old["data"], new["data"]) if d not in lines]
+    if lines:
+        raise UserError(
+            f"workdir {workdir} holds another run; it differs in\n  "
+            + "\n  ".join(lines)
+            + "\nGive --config.workdir=<another folder>, or the values of that run"
+        )
+
+
+def is_finished(run: Run) -> bool:
+    """Says so when the workdir already holds step `config.steps`, and how to go on."""
+    done = run.checkpoints.steps()
+    if not done or done[-1] < run.config.steps:
+        return False
+    print(
+        f"finished: {run.workdir} holds step {done[-1]} of {run.config.steps}. "
+        f"To go on: --config.steps={2 * done[-1]}. To start afresh: --config.workdir=<new folder>"
+    )
+    print(read_summary(run.workdir))
+    return True
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat

@@ -1,0 +1,78 @@
+"""What a config accepts, and what it says of the rest."""
+
+import re
+from typing import Any
+
+import pytest
+
+import configs
+from mlmoe.config import TrainConfig, check_devices, from_dict, to_dict
+from mlmoe.errors import UserError
+
+
+def build(**changes: Any) -> TrainConfig:
+    c = configs.load("8k:tiny").to_dict()
+    for path, value in changes.items():
+        *sections, name = path.split("__")
+        target = c
+        for s in sections:
+            target = target[s]
+        target[name] = value
+    return from_dict(TrainConfig, c)
+
+
+@pytest.mark.parametrize("name", [f"{s}:{z}" for s in configs.STAGES for z in configs.SCALES])
+def test_every_named_config_is_valid(name: str) -> None:
+    config = from_dict(TrainConfig, configs.load(name).to_dict())
+    assert hash(config) == hash(from_dict(TrainConfig, to_dict(config)))
+    assert len(config.model.letters) == config.model.layers
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"step": 3}, "no such field"),
+        ({"model__moe__expert": 3}, "config.model.moe.expert: no such field"),
+        ({"steps": "3"}, "config.steps='3': expected int"),
+        ({"steps": True}, "expected int"),
+        ({"steps": 0}, "steps=0: must be greater than 0"),
+        ({"optim__lr": -1.0}, "optim.lr=-1.0"),
+        ({"optim__name": "adam"}, "choose one of muon, adamw"),
+        ({"model__layout": "DX"}, "unknown letter 'X'"),
+        ({"model__layout": "DLD"}, "set --config.model.layers=3"),
+        ({"model__moe__active": 16}, "must be below model.moe.experts=16"),
+        ({"model__incremental__g_min": -6.0}, r"must be in \[-5, 0\)"),
+        ({"model__incremental__memory_max": 1.0}, "memory_min"),
+        ({"model__attention__rope_dim": 7}, "nearest: 6 or 8"),
+        ({"model__vocab": 300, "model__vocab_chunk": 128}, "nearest vocab: 256"),
+        ({"batch": 6, "accumulate": 4}, "nearest batch: 8"),
+        ({"data__source": "web"}, "stdlib"),
+        ({"data__tokenizer": 3}, "expected str"),
+    ],
+)
+def test_bad_values_are_named(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        build(**changes)
+
+
+def test_a_missing_field_is_named() -> None:
+    c = configs.load("8k:tiny").to_dict()
+    del c["optim"]["clip"]
+    with pytest.raises(UserError, match=re.escape("config.optim: missing clip")):
+        from_dict(TrainConfig, c)
+
+
+def test_an_int_serves_as_a_float() -> None:
+    assert build(optim__lr=1).optim.lr == 1.0
+
+
+def test_batch_must_split_over_devices() -> None:
+    check_devices(build(batch=16), 8)
+    with pytest.raises(UserError, match=re.escape("nearest: --config.batch=16")):
+        check_devices(build(batch=12), 8)
+
+
+def test_presets() -> None:
+    letters = lambda layout, n: build(model__layout=layout, model__layers=n).model.letters  # noqa: E731
+    assert letters("interleaved", 9) == "DDDLDDDLL"
+    assert letters("thirds", 9) == "DDDLLLLLL"

@@ -1,0 +1,187 @@
+"""The whole model: every letter and residual, causality, packing, remat, scan, and its sharding."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import configs
+from mlmoe.config import ModelConfig, from_dict
+from mlmoe.data.batch import Batch
+from mlmoe.layers.layer import LayerSpec
+from mlmoe.loss import cross_entropy
+from mlmoe.model import Segment, make_model, segments
+
+
+def small(layout: str = "DL", **changes: Any) -> ModelConfig:
+    """A model of a few thousand parameters with every mechanism of `tiny`."""
+    c = configs.load("8k:tiny").model
+    c.update(layout=layout, layers=len(layout), vocab=40, vocab_chunk=40, d_model=16)
+    c.attention.update(heads=2, head_dim=8, q_rank=8, kv_rank=8, nope_dim=6, rope_dim=2, v_dim=8)
+    c.incremental.update(heads=2, key_dim=8, value_dim=8, slots=6, gate_rank=4)
+    c.moe.update(dense_hidden=24, experts=6, active=2, latent=8, hidden=12, shared_hidden=16)
+    c.update(changes)
+    return from_dict(ModelConfig, c.to_dict())
+
+
+def residual(config: ModelConfig, kind: str, size: int) -> ModelConfig:
+    changed = dataclasses.replace(config.residual, kind=kind, size=size)
+    return dataclasses.replace(config, residual=changed)
+
+
+def batch(segments: list[list[int]], seed: int = 0) -> Batch:
+    segment_BT = np.asarray(segments, np.int32)
+    tokens = np.random.default_rng(seed).integers(0, 40, size=(2, *segment_BT.shape), dtype=np.int32)
+    new = np.diff(segment_BT, axis=1, prepend=-1) != 0
+    start = np.maximum.accumulate(np.where(new, np.arange(segment_BT.shape[1]), 0), axis=1)
+    position_BT = (np.arange(segment_BT.shape[1]) - start).astype(np.int32)
+    weights = (segment_BT > 0).astype(np.float32)
+    return Batch(tokens[0], tokens[1], segment_BT, position_BT, weights)
+
+
+def loss_and_grad(config: ModelConfig, data: Batch, params: Any = None) -> tuple[Any, Any]:
+    model = make_model(config)
+    params = model.init(jax.random.key(0)) if params is None else params
+    bias = jnp.zeros((config.moe_layers, config.moe.experts))
+
+    def loss(params):  # type: ignore[no-untyped-def]
+        x, head, stats = model.apply(params, bias, data)
+        sums = cross_entropy(x, head, data.targets_BT, data.weights_BT, config.vocab_chunk)
+        return sums.nats, stats
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+
+
+def close(a: Any, b: Any, rtol: float) -> None:
+    """Every leaf agrees to rtol of its own largest value."""
+
+    def check(x: jax.Array, y: jax.Array) -> None:
+        scale = float(jnp.abs(y).max()) + 1e-6
+        np.testing.assert_allclose(x, y, atol=rtol * scale, rtol=0)
+
+    jax.tree.map(check, a, b)
+
+
+ROW = [[1] * 12 + [2] * 17 + [0] * 4]
+
+
+@pytest.mark.parametrize("letter", "FLRDAS")
+@pytest.mark.parametrize("kind", ["none", "block", "window"])
+def test_every_letter_and_residual_learns_everywhere(letter: str, kind: str) -> None:
+    config = residual(small(letter + letter), kind, 1)
+    (loss, stats), grads = loss_and_grad(config, batch(ROW))
+    assert np.isfinite(float(loss))
+    assert stats.load_E.shape == (1, 6) and int(stats.load_E.sum()) == 29 * 2
+    for path, grad in jax.tree_util.tree_leaves_with_path(grads):
+        name = jax.tree_util.keystr(path)
+        assert np.isfinite(np.asarray(grad)).all(), name
+        if "read" not in name or kind != "block":  # a read of one source has nothing to weigh
+            assert float(jnp.abs(grad).max()) > 0.0, f"{name} gets no gradient"
+
+
+@pytest.mark.parametrize("layout", ["DL", "AR", "SF"])
+def test_packed_equals_separate(layout: str) -> None:
+    config = small(layout)
+    packed = batch(ROW)
+    cut = [Batch(*(x[:, a:b] for x in packed)) for a, b in ((0, 12), (12, 29))]
+    model = make_model(config)
+    params = model.init(jax.random.key(0))
+    bias = jnp.zeros((config.moe_layers, config.moe.experts))
+    hidden = model.apply(params, bias, packed)[0][:, :29]
+    alone = jnp.concatenate([model.apply(params, bias, b)[0] for b in cut], axis=1)
+    close(hidden, alone, 1e-5)
+
+
+def test_changing_one_document_moves_no_bit_of_another() -> None:
+    config = small("DAL")
+    data = batch(ROW)
+    changed = data._replace(tokens_BT=data.tokens_BT.copy())
+    changed.tokens_BT[0, 11] += 1
+    model = make_model(config)
+    params = model.init(jax.random.key(0))
+    apply = jax.jit(model.apply)
+    bias = jnp.zeros((config.moe_layers, config.moe.experts))
+    a, b = apply(params, bias, data)[0], apply(params, bias, changed)[0]
+    np.testing.assert_array_equal(a[0, :11], b[0, :11])
+    np.testing.assert_array_equal(a[0, 12:29], b[0, 12:29])
+    assert float(jnp.abs(a[0, 11] - b[0, 11]).max()) > 0.0
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_remat_changes_neither_values_nor_counts(remat: str) -> None:
+    config = residual(small("DLDLDL"), "none", 1)
+    (loss, stats), grads = loss_and_grad(config, batch(ROW))
+    changed = dataclasses.replace(config, remat=remat)
+    (loss_r, stats_r), grads_r = loss_and_grad(changed, batch(ROW))
+    jax.tree.map(np.testing.assert_array_equal, stats_r, stats)
+    close((loss_r, grads_r), (loss, grads), 1e-5)
+
+
+def test_a_scanned_stack_equals_the_same_layers_in_a_row() -> None:
+    config = residual(small("DLDLDL"), "none", 1)  # D(dense) L, then LD x 2 scanned, then L
+    config = dataclasses.replace(config, moe=dataclasses.replace(config.moe, dense_layers=0))
+    params = make_model(config).init(jax.random.key(0))
+    assert set(params) >= {"block0_0"} and "block0_1" not in params
+    unrolled = residual(config, "block", 2)
+    flat = {k: v for k, v in params.items() if not k.startswith("block")}
+    for i in range(3):
+        flat[f"block{i}_0"] = jax.tree.map(lambda x, i=i: x[i], params["block0_0"])
+    # The same sums, read as plain residuals: only the running sum of each block has weight.
+    (loss, _), _ = loss_and_grad(config, batch(ROW), params)
+    want = _plain_stack(unrolled, flat, batch(ROW))
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+
+
+def _plain_stack(config: ModelConfig, params: Any, data: Batch) -> float:
+    """The loss of three two-layer models in a row: each continues the hidden state of the last."""
+    from mlmoe.layers.documents import document_ids
+    from mlmoe.layers.layer import Stream
+    from mlmoe.layers.norm import rms_norm
+    from mlmoe.model import Period
+
+    config = residual(config, "none", 1)
+    f32 = jnp.dtype("float32")
+    period = (LayerSpec("D", False, False), LayerSpec("L", False, False))
+    x = jnp.take(params["embedding"], data.tokens_BT, axis=0)
+    stream, documents = Stream(x, ()), document_ids(data.segment_ids_BT)
+    bias = jnp.zeros((2, config.moe.experts))
+    for i in range(3):
+        p = {"params": params[f"block{i}_0"]}
+        body = Period(config, f32, period)
+        stream, _ = body.apply(p, stream, (), documents, data.positions_BT, bias)
+    x = rms_norm(stream.running_BTD, params["final_norm"]["gain"], config.norm_eps)
+    sums = cross_entropy(x, params["head"], data.targets_BT, data.weights_BT, config.vocab)
+    return float(sums.nats)
+
+
+def test_segments_cover_the_stack_in_order() -> None:
+    d, l = LayerSpec("D", False, False), LayerSpec("L", False, False)
+    first = LayerSpec("D", True, False)
+    assert segments([first, d, l, d, l]) == [Segment((first,), 1), Segment((d, l), 2)]
+    assert segments([d, d, d, l] * 5) == [Segment((d, d, d, l), 5)]
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        specs = [(d, l, first)[i] for i in rng.integers(0, 3, size=rng.integers(1, 14))]
+        assert [s for g in segments(specs) for _ in range(g.repeats) for s in g.period] == specs
+
+
+def test_tied_head_shares_the_embedding() -> None:
+    config = small("D", tie_head=True)
+    params = make_model(config).init(jax.random.key(0))
+    assert "head" not in params
+    _, grads = loss_and_grad(config, batch(ROW))
+    assert float(jnp.abs(grads["embedding"]).min(-1).max()) > 0.0
+
+
+def test_initial_parameters_do_not_depend_on_the_number_of_devices() -> None:
+    from mlmoe.sharding import make_mesh, sharding
+
+    model = make_model(small("DL"))
+    one = jax.jit(model.init)(jax.random.key(3))
+    mesh = make_mesh()
+    with jax.set_mesh(mesh):
+        eight = jax.jit(model.init, out_shardings=sharding(mesh))(jax.random.key(3))
+    jax.tree.map(np.testing.assert_array_equal, one, eight)

@@ -1,0 +1,115 @@
+"""The step: accumulation, devices, skipped steps, and that it learns."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import configs
+from mlmoe.build import abstract_state, compile_steps, make_program, put
+from mlmoe.config import TrainConfig, from_dict
+from mlmoe.data.batch import Batch
+from mlmoe.sharding import make_mesh, sharding
+from mlmoe.step import TrainState
+from tests.mlmoe.test_model import batch, close, small
+
+
+def run_config(**changes: Any) -> TrainConfig:
+    c = configs.load("8k:tiny")
+    c.update(context=33, batch=8, steps=20, workdir="unused")
+    c.optim.update(warmup=0)
+    for key, value in changes.items():
+        section, _, name = key.rpartition("__")
+        (c[section] if section else c)[name] = value
+    built = from_dict(TrainConfig, c.to_dict())
+    return TrainConfig(**{**vars(built), "model": small("DL")})
+
+
+def rows(n: int = 8) -> Batch:
+    """Rows of very unequal padding, so that a mean of means would differ from the mean."""
+    return batch([[1] * (1 + 4 * i) + [2] * (32 - 4 * i) if i % 2 else [1] * (2 + i) + [0] * (31 - i) for i in range(n)])
+
+
+def one_step(config: TrainConfig, devices: int, data: Batch) -> tuple[TrainState, Any]:
+    mesh = make_mesh(jax.devices()[:devices])
+    program = make_program(config)
+    compiled = compile_steps(config, program, mesh)
+    with jax.set_mesh(mesh):
+        state = jax.jit(program.init, out_shardings=sharding(mesh))()
+    return compiled.train_step(state, put(data, mesh))
+
+
+@pytest.fixture(scope="module")
+def reference() -> tuple[TrainState, Any]:
+    return one_step(run_config(), 1, rows())
+
+
+@pytest.mark.parametrize(("accumulate", "devices"), [(4, 1), (1, 8), (2, 4)])
+def test_micro_batches_and_devices_change_nothing(
+    accumulate: int, devices: int, reference: tuple[TrainState, Any]
+) -> None:
+    state, metrics = one_step(run_config(accumulate=accumulate), devices, rows())
+    close(metrics._asdict(), reference[1]._asdict(), 1e-5)
+    close(state.bias_LE, reference[0].bias_LE, 1e-5)
+    # Muon's Newton-Schulz makes small gradients into full-size updates: rounding grows with it.
+    close(state.params, reference[0].params, 2e-3)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_it_learns_a_batch(optimizer: str) -> None:
+    config = run_config(optim__name=optimizer, optim__lr=0.02, optim__adam_lr=0.02)
+    mesh = make_mesh(jax.devices()[:1])
+    program = make_program(config)
+    compiled = compile_steps(config, program, mesh)
+    state, data, losses = jax.jit(program.init)(), put(rows(), mesh), []
+    for _ in range(20):
+        state, metrics = compiled.train_step(state, data)
+        losses.append(float(metrics.loss))
+    assert losses[0] == pytest.approx(np.log(40), rel=0.2)
+    assert losses[-1] < 0.6 * losses[0]
+    assert int(state.step) == 20 and int(state.skipped) == 0
+
+
+def test_a_step_that_is_not_finite_changes_only_its_counters() -> None:
+    config = run_config()
+    mesh = make_mesh(jax.devices()[:1])
+    program = make_program(config)
+    compiled = compile_steps(config, program, mesh)
+    data = rows()
+    poison = data._replace(weights_BT=np.where(np.arange(33) == 0, np.nan, data.weights_BT))
+    before = jax.jit(program.init)()
+    kept = jax.tree.map(np.asarray, (before.params, before.opt_state, before.bias_LE))
+    state, metrics = compiled.train_step(before, put(poison._replace(weights_BT=poison.weights_BT.astype(np.float32)), mesh))
+    jax.tree.map(np.testing.assert_array_equal, (state.params, state.opt_state, state.bias_LE), kept)
+    assert (int(state.step), int(state.skipped), int(state.bad_in_a_row)) == (1, 1, 1)
+    assert np.isnan(float(metrics.loss))
+    state, metrics = compiled.train_step(state, put(data, mesh))
+    assert (int(state.step), int(state.skipped), int(state.bad_in_a_row)) == (2, 1, 0)
+    assert np.isfinite(float(metrics.loss))
+
+
+def test_a_batch_of_padding_alone_is_skipped() -> None:
+    data = batch([[0] * 33] * 8)
+    state, metrics = one_step(run_config(), 1, data)
+    assert int(state.skipped) == 1 and np.isfinite(float(metrics.grad_norm))
+    assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(state.params))
+
+
+def test_balance_moves_the_bias_once_a_step_and_none_leaves_it() -> None:
+    state, _ = one_step(run_config(), 1, rows())
+    assert float(jnp.abs(state.bias_LE).max()) > 0.0
+    np.testing.assert_allclose(jnp.mean(state.bias_LE, -1), 0.0, atol=1e-6)
+
+
+def test_abstract_state_is_what_init_makes() -> None:
+    mesh = make_mesh()
+    program = make_program(run_config())
+    with jax.set_mesh(mesh):
+        state = jax.jit(program.init, out_shardings=sharding(mesh))()
+    jax.tree.map(
+        lambda a, b: (a.shape, a.dtype, a.sharding) == (b.shape, b.dtype, b.sharding) or pytest.fail(),
+        abstract_state(program, mesh),
+        state,
+    )

@@ -1,0 +1,48 @@
+"""Signals: a flag first, at once the second time, and never stuck behind C++."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mlmoe.stop import Stopped, StopSignal
+
+
+def test_a_signal_becomes_a_flag_and_handlers_come_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with StopSignal() as stop:
+        assert not stop.asked
+        stop.check()
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Stopped) as e:
+            stop.check()
+        assert e.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_long_work_is_left_behind() -> None:
+    with StopSignal() as stop:
+        began = time.time()
+        with pytest.raises(Stopped) as e:
+            stop.run(lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(20)))
+        assert e.value.code == 130 and time.time() - began < 10
+
+
+def test_results_and_errors_pass_through() -> None:
+    with StopSignal() as stop:
+        assert stop.run(lambda: 7) == 7
+        with pytest.raises(TimeoutError, match="mine"):
+            stop.run(lambda: (_ for _ in ()).throw(TimeoutError("mine")))
+
+
+def test_a_second_signal_leaves_at_once() -> None:
+    code = (
+        "import os, signal\nfrom mlmoe.stop import StopSignal\n"
+        "with StopSignal():\n    os.kill(os.getpid(), signal.SIGINT)\n    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    print('still here')"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 130 and "still here" not in run.stdout

@@ -75,9 +75,12 @@ def bounded_decay_ref(q, k, v, g, beta, initial_state, document, scale):
 
 def slot_attention_ref(q, k, v, s, g, initial_state, document, scale):
     """o [B,T,H,V] and the final (key slots, value slots); the arguments of slot.py."""
-    return _scan_tokens(
-        lambda states, x: slot_step(states, *x, scale), initial_state, (q, k, v, s, g), document
-    )
+
+    def step(states, x):
+        q, k, v, s, g = x
+        return slot_step(states, q, k, v, s, g, scale)
+
+    return _scan_tokens(step, initial_state, (q, k, v, s, g), document)
 
 
 def _scan_tokens(step, initial_state, inputs, document_BT):

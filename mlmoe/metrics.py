@@ -32,6 +32,7 @@ class MetricsLog:
     def __init__(self, workdir: Path, start_step: int):
         from tensorboardX import SummaryWriter
 
+        workdir.mkdir(parents=True, exist_ok=True)
         self.path = workdir / "metrics.jsonl"
         kept = [r for r in read_metrics(self.path) if r["step"] <= start_step]
         temporary = self.path.with_suffix(".tmp")

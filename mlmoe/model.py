@@ -17,7 +17,7 @@ from mlmoe.data.batch import Batch
 from mlmoe.layers.documents import document_ids
 from mlmoe.layers.layer import Layer, LayerSpec, Stream
 from mlmoe.layers.norm import RMSNorm
-from mlmoe.layers.param import fan_in, param
+from mlmoe.layers.param import Named, fan_in, param
 from mlmoe.layers.residual import DepthRead
 from mlmoe.layers.router import RouterStats
 from mlmoe.sharding import constrain
@@ -194,4 +194,4 @@ def make_model(config: ModelConfig) -> Model:
 
 
 def _is_box(x: Any) -> bool:
-    return isinstance(x, nn.Partitioned)
+    return isinstance(x, Named)

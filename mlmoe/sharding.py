@@ -5,7 +5,8 @@ Parameters name their axes where they are declared (`layers/param.py`); activati
 `data`: rows of a batch are split over it and parameters are whole on every device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -39,3 +40,32 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     if jax.sharding.get_abstract_mesh().empty:  # a bare call, as in unit tests
         return x
     return jax.lax.with_sharding_constraint(x, spec(axes))
+
+
+def per_shard(
+    f: Callable[..., tuple[jax.Array, Any]],
+    rows: tuple[jax.Array, ...],
+    whole: tuple[jax.Array, ...],
+) -> tuple[jax.Array, Any]:
+    """f(*rows, *whole) -> (y, totals), run by every device on its own rows of the batch.
+
+    `rows` and y are split along their first axis; `whole` is the same everywhere, and so are the
+    totals, which are added up over the devices. For what XLA cannot split by itself, such as a sort
+    over tokens. Outside a mesh it is f itself.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return f(*rows, *whole)
+
+    def local(*args: jax.Array) -> tuple[jax.Array, Any]:
+        y, totals = f(*args)
+        return y, jax.tree.map(lambda x: jax.lax.psum(x, MESH_AXES), totals)
+
+    split = spec(("batch",))
+    specs = (split,) * len(rows) + (PartitionSpec(),) * len(whole)
+    # check_vma=False: expert_ffn's own backward rule cannot insert the sum over shards that the
+    # gradient of a replicated weight needs; without the check shard_map inserts it.
+    sharded = jax.shard_map(
+        local, in_specs=specs, out_specs=(split, PartitionSpec()), check_vma=False
+    )
+    return sharded(*rows, *whole)

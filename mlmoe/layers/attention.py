@@ -17,8 +17,8 @@ from mlmoe.layers.norm import RMSNorm
 from mlmoe.layers.param import fan_in, param
 from mlmoe.layers.rope import rotate
 
-# Scores of one block of queries are B*H*1024*T floats; more rows than that are done in turn.
-QUERY_BLOCK = 1024
+SECTIONS = 2  # a row's queries in so many parts, each against the keys up to its own end only
+QUERY_BLOCK = 1024  # longer sections go through in blocks of so many queries, recomputed backward
 
 
 def attend(
@@ -26,29 +26,55 @@ def attend(
 ) -> jax.Array:
     """softmax(q k^T / sqrt(K)) v over earlier tokens of the same document; 0 at padding.
 
-    Scores, softmax and their gradient are float32. Long rows go through in blocks of queries whose
-    scores are recomputed in the backward pass, so memory is linear in T.
+    Scores, softmax and their gradient are float32. Sections spare 1/4 of the work on tokens that
+    are never seen. Scores of a long row exist for 1024 queries at a time: memory is linear in T.
     """
-    B, T, H, K = q_BTHK.shape
+    T, K = q_BTHK.shape[1], q_BTHK.shape[-1]
     q_BTHK = q_BTHK * K**-0.5
+    size = -(-T // SECTIONS)
+    parts = []
+    for start in range(0, T, size):
+        end = min(start + size, T)
+        seen = (x[:, :end] for x in (k_BTHK, v_BTHV, document_BT))
+        parts.append(_attend_section(q_BTHK[:, start:end], *seen))
+    return jnp.concatenate(parts, axis=1)
 
-    def block(q_BTHK: jax.Array, row_T: jax.Array) -> jax.Array:
-        score = jnp.einsum("BTHK,BSHK->BHTS", q_BTHK, k_BTHK, preferred_element_type=jnp.float32)
-        document_BQ = jnp.take(document_BT, row_T, axis=1)
-        seen = (document_BQ[:, :, None] == document_BT[:, None, :]) & (
-            row_T[:, None] >= jnp.arange(T)[None]
-        )[None]
-        p = jax.nn.softmax(jnp.where(seen[:, None], score, -1e30), axis=-1)
-        o_BTHV = jnp.einsum("BHTS,BSHV->BTHV", p.astype(v_BTHV.dtype), v_BTHV)
-        return jnp.where((document_BQ > 0)[..., None, None], o_BTHV, 0)
 
-    if T <= QUERY_BLOCK:
-        return block(q_BTHK, jnp.arange(T))
-    pad = -T % QUERY_BLOCK
-    rows_NC = jnp.minimum(jnp.arange(T + pad), T - 1).reshape(-1, QUERY_BLOCK)
-    q_NBCHK = jnp.moveaxis(jnp.take(q_BTHK, rows_NC, axis=1), 1, 0)
-    o_NBCHV = jax.lax.map(lambda x: jax.checkpoint(block)(*x), (q_NBCHK, rows_NC))
-    return jnp.moveaxis(o_NBCHV, 0, 1).reshape(B, T + pad, H, -1)[:, :T]
+def _attend_section(
+    q_BQHK: jax.Array, k_BSHK: jax.Array, v_BSHV: jax.Array, document_BS: jax.Array
+) -> jax.Array:
+    """The last Q queries of a row of S tokens."""
+    Q, S = q_BQHK.shape[1], k_BSHK.shape[1]
+    row_Q = jnp.arange(S - Q, S)
+    if Q <= QUERY_BLOCK:
+        return _attend_rows(q_BQHK, row_Q, k_BSHK, v_BSHV, document_BS)
+    pad = -Q % QUERY_BLOCK  # the last query again, cut off afterwards
+    index_NC = jnp.minimum(jnp.arange(Q + pad), Q - 1).reshape(-1, QUERY_BLOCK)
+    q_NBCHK = jnp.moveaxis(jnp.take(q_BQHK, index_NC, axis=1), 1, 0)
+
+    @jax.checkpoint
+    def block(x: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return _attend_rows(*x, k_BSHK, v_BSHV, document_BS)
+
+    o_NBCHV = jax.lax.map(block, (q_NBCHK, row_Q[index_NC]))
+    o_BQHV = jnp.moveaxis(o_NBCHV, 0, 1).reshape(q_BQHK.shape[0], Q + pad, *v_BSHV.shape[2:])
+    return o_BQHV[:, :Q]
+
+
+def _attend_rows(
+    q_BQHK: jax.Array,
+    row_Q: jax.Array,
+    k_BSHK: jax.Array,
+    v_BSHV: jax.Array,
+    document_BS: jax.Array,
+) -> jax.Array:
+    score_BHQS = jnp.einsum("BQHK,BSHK->BHQS", q_BQHK, k_BSHK, preferred_element_type=jnp.float32)
+    document_BQ = jnp.take(document_BS, row_Q, axis=1)
+    earlier_QS = row_Q[:, None] >= jnp.arange(k_BSHK.shape[1])[None]
+    seen_BQS = (document_BQ[:, :, None] == document_BS[:, None]) & earlier_QS[None]
+    p_BHQS = jax.nn.softmax(jnp.where(seen_BQS[:, None], score_BHQS, -1e30), axis=-1)
+    o_BQHV = jnp.einsum("BHQS,BSHV->BQHV", p_BHQS.astype(v_BSHV.dtype), v_BSHV)
+    return jnp.where((document_BQ > 0)[..., None, None], o_BQHV, 0)
 
 
 class FullAttention(nn.Module):

@@ -6,17 +6,41 @@ The norm before W_up keeps the scale of the sum from drifting (arXiv 2607.24653)
 width R is ever sent to experts, so their traffic and bytes shrink by D / R.
 """
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from mlmoe.config import ModelConfig
+from mlmoe.config import ModelConfig, MoEConfig
 from mlmoe.layers.mlp import MLP
 from mlmoe.layers.norm import RMSNorm
 from mlmoe.layers.param import fan_in, param
 from mlmoe.layers.router import RouterStats, route
+from mlmoe.sharding import per_shard
 from pallas_kernels.expert_dispatch import expert_ffn
 from pallas_kernels.expert_dispatch.activations import PARTS
+
+
+def route_and_run(
+    config: MoEConfig,
+    logits_BTE: jax.Array,
+    z_BTR: jax.Array,
+    document_BT: jax.Array,
+    bias_E: jax.Array,
+    w_in_EPRF: jax.Array,
+    w_out_EFR: jax.Array,
+) -> tuple[jax.Array, RouterStats]:
+    """sum_a p_a expert_a(z) [B, T, R] of the tokens of one shard, and what its router did."""
+    E, R = logits_BTE.shape[-1], z_BTR.shape[-1]
+    live_N = document_BT.reshape(-1) > 0
+    experts_NA, p_NA, stats = route(
+        logits_BTE.reshape(-1, E), bias_E, live_N, config.active, config.temperature
+    )
+    u_NR = expert_ffn(
+        z_BTR.reshape(-1, R), experts_NA, p_NA, w_in_EPRF, w_out_EFR, activation=config.activation
+    )
+    return u_NR.reshape(z_BTR.shape), stats
 
 
 class LatentMoE(nn.Module):
@@ -38,18 +62,11 @@ class LatentMoE(nn.Module):
         w_out = param(self, "w_out", fan_in(F), (E, F, R), "expert hidden latent")
 
         logits_BTE = jnp.einsum("BTD,DE->BTE", x_BTD.astype(jnp.float32), w_router)
-        experts_NA, p_NA, stats = route(
-            logits_BTE.reshape(-1, E), bias_E, document_BT.reshape(-1) > 0, c.active, c.temperature
-        )
         z_BTR = jnp.einsum("BTD,DR->BTR", x_BTD, w_down.astype(self.dtype))
-        u_NR = expert_ffn(
-            z_BTR.reshape(-1, R),
-            experts_NA,
-            p_NA,
-            w_in.astype(self.dtype),
-            w_out.astype(self.dtype),
-            activation=c.activation,
+        experts = (w_in.astype(self.dtype), w_out.astype(self.dtype))
+        u_BTR, stats = per_shard(
+            functools.partial(route_and_run, c), (logits_BTE, z_BTR, document_BT), (bias_E, *experts)
         )
-        u_BTR = RMSNorm(self.config.norm_eps, name="latent_norm")(u_NR.reshape(z_BTR.shape))
+        u_BTR = RMSNorm(self.config.norm_eps, name="latent_norm")(u_BTR)
         shared_BTD = MLP(c.shared_hidden, c.activation, self.dtype, name="shared")(x_BTD)
         return shared_BTD + jnp.einsum("BTR,RD->BTD", u_BTR, w_up.astype(self.dtype)), stats

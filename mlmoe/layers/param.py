@@ -1,5 +1,8 @@
 """The one way a layer declares a parameter: init, shape and axes on one line."""
 
+from typing import Any
+
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -13,6 +16,29 @@ def fan_in(width: int, gain: float = 1.0) -> Initializer:
     return normal(gain * width**-0.5)
 
 
+@flax.struct.dataclass
+class Named(nn.meta.AxisMetadata):
+    """A parameter with the names of its axes. flax's own box pins shardings when opened; not this."""
+
+    value: Any
+    names: tuple[str, ...] = flax.struct.field(pytree_node=False)
+
+    def unbox(self) -> Any:
+        return self.value
+
+    def replace_boxed(self, val: Any) -> "Named":
+        return self.replace(value=val)  # type: ignore[attr-defined]
+
+    def add_axis(self, index: int, params: dict[Any, Any]) -> "Named":
+        name = params[nn.PARTITION_NAME]
+        names = (*self.names[:index], name, *self.names[index:])
+        return self.replace(names=names)  # type: ignore[attr-defined]
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> "Named":
+        names = (*self.names[:index], *self.names[index + 1 :])
+        return self.replace(names=names)  # type: ignore[attr-defined]
+
+
 def param(
     module: nn.Module, name: str, init: Initializer, shape: tuple[int, ...], axes: str
 ) -> jax.Array:
@@ -23,4 +49,4 @@ def param(
     """
     names = tuple(axes.split())
     assert len(names) == len(shape), f"{name}: {len(shape)} dimensions, axes {axes!r}"
-    return module.param(name, nn.with_partitioning(init, names), shape, jnp.float32)
+    return module.param(name, lambda key: Named(init(key, shape, jnp.float32), names))

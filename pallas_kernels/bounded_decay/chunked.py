@@ -17,20 +17,20 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.bounded_decay.ref import einsum
 from pallas_kernels.bounded_decay.tiles import Chunk, chunk_size, join_chunks, split_chunks
 from pallas_kernels.bounded_decay.triangular import unit_lower_inverse
 
 
-def bounded_decay_chunked(q, k, v, g, beta, initial_state, document, scale, chunk=None):
+def bounded_decay_chunked(q, k, v, g, beta, initial_state, document, scale):
     """o [B,T,H,V] (v's dtype) and the final state [B,H,K,V] f32.
 
     q, k, g [B,T,H,K]; v [B,T,H,V]; beta [B,T,H], None for the additive rule; initial_state
     [B,H,K,V] f32; document [B,T] int32, never decreasing, 0 for what continues initial_state.
-    chunk: C, a power of two times 16.
     """
     T, K = q.shape[1], q.shape[-1]
     beta = None if beta is None else beta[..., None]
-    xs = split_chunks((q, k, v, g, beta), document, chunk or chunk_size(K))
+    xs = split_chunks((q, k, v, g, beta), document, chunk_size(K))
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def step(S_BHKV, x):
@@ -39,7 +39,8 @@ def bounded_decay_chunked(q, k, v, g, beta, initial_state, document, scale, chun
         at = Chunk.open(g, document_BC, before_B)
         if beta is not None:
             A_kk = beta * at.scores(k, k)
-            new = unit_lower_inverse(A_kk) @ (beta * (new - at.read_state(k, S_BHKV)))
+            new = beta * (new - at.read_state(k, S_BHKV))
+            new = einsum("BHij,BHjV->BHiV", unit_lower_inverse(A_kk), new)
         o_BHCV = scale * at.read(q, k, new, S_BHKV)
         return at.end_state(S_BHKV, k, new), o_BHCV.astype(v.dtype)
 

@@ -43,7 +43,7 @@ def bounded_decay(
 
     Returns o [B,T,H,V] in v's dtype, and the f32 state [B,H,K,V] after the row's last real token
     (initial_state if it has none). Gradients flow to every float input through both.
-    Raises ValueError on a wrong shape or an unknown implementation.
+    Raises ValueError on a wrong shape or unknown implementation, NotImplementedError on 'pallas'.
     """
     implementation = _choose("bounded_decay", implementation)
     B, T, H, K = _rank_4("bounded_decay", q)

@@ -17,14 +17,14 @@ import jax.numpy as jnp
 from pallas_kernels.bounded_decay.tiles import Chunk, chunk_size, join_chunks, split_chunks
 
 
-def slot_attention_chunked(q, k, v, s, g, initial_state, document, scale, chunk=None):
+def slot_attention_chunked(q, k, v, s, g, initial_state, document, scale):
     """o [B,T,H,V] (v's dtype) and the final (key slots [B,H,M,K], value slots [B,H,M,V]) f32.
 
     q, k [B,T,H,K]; v [B,T,H,V]; s, g [B,T,H,M]; initial_state a pair like the final one;
     document [B,T] as in chunked.py.
     """
     T, M = q.shape[1], s.shape[-1]
-    xs = split_chunks((q, k, v, s, g), document, chunk or chunk_size(M))
+    xs = split_chunks((q, k, v, s, g), document, chunk_size(M))
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def step(states, x):

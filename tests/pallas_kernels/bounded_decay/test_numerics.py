@@ -1,7 +1,5 @@
 """Lengths around the tile, causality to the bit, the inverse, decoding, memory and sharding."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,9 +12,9 @@ from pallas_kernels.bounded_decay.triangular import unit_lower_inverse
 PER_TOKEN = ("q", "k", "v", "g", "beta")
 
 
-@pytest.mark.parametrize("T", [1, 2, 15, 16, 17, 63, 64, 65])
+@pytest.mark.parametrize("T", [2, 15, 16, 17, 65])
 def test_any_length(make, oracle, f32, error, T):
-    """Gradients at lengths 1, 63, 64, 130 and 200 are in test_golden.py."""
+    """Lengths 1, 63, 64, 130 and 200 are in test_golden.py, with gradients."""
     x = make(1, T)
     want = oracle(**x, segment_ids=np.ones((1, T), np.int32))
     got = jax.jit(bounded_decay)(**f32(x))

@@ -1,6 +1,6 @@
 """Stage 8k: base language modelling, 8,192 tokens a row (256 at scale tiny).
 
-    python -m experiments.launch --config=8k:tiny
+python -m experiments.launch --config=8k:tiny
 """
 
 from ml_collections import ConfigDict

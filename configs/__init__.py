@@ -55,6 +55,8 @@ def _from_file(path: Path) -> ConfigDict:
     except Exception as e:
         raise UserError(f"--config={path}: cannot be read: {type(e).__name__}: {e}") from e
     if not isinstance(config, ConfigDict):
-        raise UserError(f"--config={path}: get_config() returned {type(config).__name__}, "
-                        "expected the ConfigDict of configs.base.get_config() with changes")
+        raise UserError(
+            f"--config={path}: get_config() returned {type(config).__name__}, "
+            "expected the ConfigDict of configs.base.get_config() with changes"
+        )
     return config

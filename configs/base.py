@@ -90,9 +90,13 @@ def data() -> ConfigDict:
     d.mixture = ()  # ((source, path, weight), ...) in place of source and path
     d.text_field = "text"  # jsonl, parquet: the column that holds the text
     d.tokenizer = "bytes"  # or the path of a Hugging Face tokenizer.json
-    d.packing = "split"  # split (rows always full, documents cut) or best_fit (whole where they fit)
-    d.pack_bins = 32  # rows filled side by side, each from its own documents; at least the rows of a process
-    d.heldout = 0.03  # share of documents held out, by hash
+    d.packing = (
+        "split"  # split (rows always full, documents cut) or best_fit (whole where they fit)
+    )
+    d.pack_bins = (
+        32  # rows filled side by side, each from its own documents; at least the rows of a process
+    )
+    d.heldout = 0.05  # share of documents held out, by hash
     d.on_bad = "raise"  # a bad document stops the run (raise) or is counted and left out (skip)
     d.max_line_mb = 64  # jsonl: a longer line is a bad document
     d.bin_dtype = "uint32"  # bin: type of the token ids

@@ -31,17 +31,17 @@ def tiny(c: ConfigDict) -> None:
     """Learns on two CPU cores in minutes, with every mechanism of the full scale in it."""
     c.scale = "tiny"
     c.context //= TINY_CONTEXT
-    c.batch, c.steps, c.eval_every, c.save_every = 16, 1_000, 250, 250
-    c.eval_bytes = 1 << 18
+    c.batch, c.steps, c.eval_every, c.save_every = 8, 1_500, 500, 500
+    c.eval_bytes = 1 << 16
     m = c.model
-    m.update(layout="DLDL", layers=4, vocab=264, vocab_chunk=264, d_model=128, remat="none")
-    m.attention.update(heads=4, head_dim=32, q_rank=64, kv_rank=64, nope_dim=24, rope_dim=8)
-    m.attention.update(v_dim=32)
-    m.incremental.update(heads=4, key_dim=32, value_dim=32, slots=32, gate_rank=32)
+    m.update(layout="DL", layers=2, vocab=264, vocab_chunk=264, d_model=128, remat="none")
+    m.attention.update(heads=2, head_dim=64, q_rank=64, kv_rank=64, nope_dim=48, rope_dim=16)
+    m.attention.update(v_dim=64)
+    m.incremental.update(heads=2, key_dim=32, value_dim=64, slots=32, gate_rank=32)
     m.incremental.update(memory_max=1e4)
     m.moe.update(dense_hidden=384, experts=16, active=2, latent=64, hidden=96, shared_hidden=128)
-    m.residual.update(size=2)
-    c.optim.update(lr=2e-2, adam_lr=4e-3, warmup=50)
+    m.residual.update(size=1)
+    c.optim.update(lr=1e-2, adam_lr=1e-2, warmup=50)
 
 
 SCALES = {"tiny": tiny, "small": small, "2p8t": full}

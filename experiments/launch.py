@@ -1,7 +1,7 @@
 """Trains one stage of the curriculum, resuming where the same command stopped before.
 
     python -m experiments.launch --config=8k:tiny          on a laptop, in minutes
-    python -m experiments.launch --config=8k               the full scale (2.8 T parameters), on a pod
+    python -m experiments.launch --config=8k               the full scale (2.8 T parameters): a pod
     python -m experiments.launch --config=path/to/my.py    any file with a get_config()
 
 --config is STAGE or STAGE:SCALE. Stages: {stages}. Scales: {scales} (2p8t if not given).
@@ -66,7 +66,7 @@ def _text(e: Exception) -> str:
 
 
 def available_bytes() -> tuple[int, str]:
-    """Memory of this process' accelerators, or the machine's where JAX runs on CPU; and its name."""
+    """Memory of all accelerators, or of the machine where JAX runs on CPU; and what it is."""
     import jax
 
     devices = jax.local_devices()
@@ -87,9 +87,10 @@ def check_fits(config: TrainConfig) -> None:
         f"  python -m experiments.launch --config={config.stage}:{s}" for s in works[:2]
     )
     raise UserError(
-        f"{config.stage}:{config.scale} has {_short(count.total)} parameters ({_short(count.active)} "
-        f"active) and needs at least {need / 1e9:,.0f} GB for parameters, gradients, optimizer and "
-        f"layer inputs; found: {found / 1e9:,.0f} GB ({where}). What works here:\n{commands}"
+        f"{config.stage}:{config.scale} has {_short(count.total)} parameters "
+        f"({_short(count.active)} active) and needs at least {need / 1e9:,.0f} GB for parameters, "
+        f"gradients, optimizer and layer inputs; found: {found / 1e9:,.0f} GB ({where}). "
+        f"What works here:\n{commands}"
     )
 
 

@@ -62,6 +62,10 @@ class Checkpoints:
         """The complete steps, ascending: every file there, of its size, the small ones intact."""
         return manifest.complete(self.root)
 
+    def directories(self) -> list[int]:
+        """Every step that has a directory, sound or not."""
+        return manifest.directories(self.root)
+
     def latest_meta(self) -> dict[str, Any] | None:
         """`meta` of the newest complete step, or None.
 

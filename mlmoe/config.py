@@ -246,7 +246,16 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         positive("config", self, "context", "batch", "accumulate", "steps")
-        positive("config", self, "log_every", "eval_every", "eval_bytes", "save_every", "keep", "final_eval_bytes")
+        positive(
+            "config",
+            self,
+            "log_every",
+            "eval_every",
+            "eval_bytes",
+            "save_every",
+            "keep",
+            "final_eval_bytes",
+        )
         require(self.sample_tokens >= 0, f"sample_tokens={self.sample_tokens}: must be >= 0")
         require(
             self.batch % self.accumulate == 0,

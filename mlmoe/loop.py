@@ -8,13 +8,22 @@ Stopping anywhere leaves a complete checkpoint or nothing.
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from mlmoe.build import Compiled, Program, abstract_state, compile_steps, make_program, put
+from mlmoe.build import (
+    Program,
+    abstract_state,
+    compile_eval,
+    compile_train,
+    first_state,
+    make_program,
+    put,
+)
 from mlmoe.checkpoint import Checkpoints
 from mlmoe.config import TrainConfig, check_devices, to_dict
 from mlmoe.data.batch import Batch
@@ -27,7 +36,7 @@ from mlmoe.errors import UserError
 from mlmoe.evaluate import evaluate
 from mlmoe.metrics import MetricsLog, Progress, to_host
 from mlmoe.report import final_report, read_summary
-from mlmoe.sharding import make_mesh, sharding
+from mlmoe.sharding import make_mesh
 from mlmoe.step import Metrics, TrainState
 from mlmoe.stop import Stopped, StopSignal, leave
 
@@ -65,6 +74,7 @@ class Run:
         self.program: Program = make_program(config)
         self.start_step = 0
         self.saved_step: int | None = None
+        self.eval_step: Any = None
 
     def heldout(self, max_bytes: int) -> tuple[list[Batch], int]:
         """Held-out batches on the devices, and the bytes of text in them."""
@@ -75,11 +85,26 @@ class Run:
         """The newest sound checkpoint, or the state before step 0."""
         found = self.checkpoints.restore(abstract_state(self.program, self.mesh))
         if found is None:
-            with jax.set_mesh(self.mesh):
-                return jax.jit(self.program.init, out_shardings=sharding(self.mesh))()
+            if damaged := self.checkpoints.directories():
+                raise UserError(
+                    f"none of the checkpoints {damaged} in {self.workdir} is sound. Move them away "
+                    "to start at step 0, or give --config.workdir=<another folder>"
+                )
+            return first_state(self.program, self.mesh)
         self.batches.set_state(found.data_state)
         self.start_step = self.saved_step = found.step
         return found.state
+
+    def evaluate(
+        self, state: TrainState, batches: list[Batch], n_bytes: int, say: Callable[[str], None]
+    ) -> dict[str, float]:
+        """Held-out bits/byte and the like; compiles the eval step the first time."""
+        if self.eval_step is None:
+            say("compiling the evaluation ...")
+            build = lambda: compile_eval(self.config, self.program, self.mesh)  # noqa: E731
+            self.eval_step = self.stop.run(build)
+        args = (state.params, state.bias_LE, batches, n_bytes, self.stop.check)
+        return evaluate(self.eval_step, *args)
 
     def save(self, step: int, state: TrainState) -> None:
         """Saves `state` and the position in the data in the background, once a step."""
@@ -102,19 +127,26 @@ def train(config: TrainConfig) -> None:
         if is_finished(run):
             return
         print(run.corpus.describe())
-        print(f"compiling for {jax.device_count()} {jax.default_backend()} device(s) ...", flush=True)
+        print(
+            f"compiling for {jax.device_count()} {jax.default_backend()} device(s) ...", flush=True
+        )
         try:
-            compiled = stop.run(lambda: compile_steps(config, run.program, run.mesh))
+            began = time.time()
+            train_step = stop.run(lambda: compile_train(config, run.program, run.mesh))
             state = stop.run(run.start)
         except Stopped as e:
             saved = checkpoints.steps()
-            print(f"\nstopped: nothing to save ({f'step {saved[-1]} is' if saved else 'no step was'} saved before)")
+            kept = f"; step {saved[-1]} is kept" if saved else ""
+            print(f"\nstopped by {e} before the first step: nothing to save{kept}")
             leave(e.code)  # the compilation goes on in its thread: only _exit ends it
-        print(f"compiled in {compiled.seconds:.1f} s; step {run.start_step} of {config.steps}")
-        run_steps(run, compiled, state)
+        seconds = time.time() - began
+        print(
+            f"ready after {seconds:.1f} s; at step {run.start_step} of {config.steps}", flush=True
+        )
+        run_steps(run, train_step, state)
 
 
-def run_steps(run: Run, compiled: Compiled, state: TrainState) -> None:
+def run_steps(run: Run, train_step: Any, state: TrainState) -> None:
     """The loop. Metrics of a step are read once the next is queued, so the device never waits."""
     config, step = run.config, run.start_step
     log = MetricsLog(run.workdir, step)
@@ -125,7 +157,7 @@ def run_steps(run: Run, compiled: Compiled, state: TrainState) -> None:
         while step < config.steps:
             run.stop.check()
             batch = next(run.batches)
-            state, metrics = compiled.train_step(state, put(batch, run.mesh))
+            state, metrics = train_step(state, put(batch, run.mesh))
             step += 1
             reader.queue(step, metrics, batch)
             last = step == config.steps
@@ -134,14 +166,13 @@ def run_steps(run: Run, compiled: Compiled, state: TrainState) -> None:
                 run.save(step, state)
             if step % config.eval_every == 0 and not last:
                 reader.flush()
-                params = (state.params, state.bias_LE)
-                values = evaluate(compiled.eval_step, *params, heldout, n_bytes, run.stop.check)
+                values = run.evaluate(state, heldout, n_bytes, progress.say)
                 log.write("eval", step, values)
                 progress.say(f"step {step}: held-out bits/byte {values['bits_per_byte']:.4f}")
                 reader.restart_clock()
         progress.close()
         run.checkpoints.wait()
-        final_report(run, compiled, state, log)
+        final_report(run, state, log)
     except Stopped as e:
         reader.flush()
         run.save(step, state)
@@ -197,8 +228,8 @@ class StepReader:
             np.savez_compressed(path, **batch._asdict())
             raise UserError(
                 f"step {step}: {what}; {bad} steps in a row were not finite "
-                f"(optim.max_bad_steps={limit}). Nothing of them was applied or saved. The batch of "
-                f"step {step} is in {path}. Try a lower --config.optim.lr, in a new workdir"
+                f"(optim.max_bad_steps={limit}). Nothing of them was applied or saved. The batch "
+                f"of step {step} is in {path}. Try a lower --config.optim.lr, in a new workdir"
             )
 
 
@@ -239,5 +270,7 @@ def is_finished(run: Run) -> bool:
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        flat |= (
+            _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        )
     return flat

@@ -29,8 +29,8 @@ def cross_entropy(
     The vocabulary goes through in chunks with a running maximum and sum (as in flash attention);
     each chunk's logits are recomputed in the backward pass. One chunk (W <= chunk) keeps them.
     """
-    D, W = head_DW.shape
-    if W <= chunk:
+    W = head_DW.shape[1]
+    if chunk >= W:
         logits = _logits(x_BTD, head_DW)
         lse_BT = jax.nn.logsumexp(logits, axis=-1)
         target_BT = jnp.take_along_axis(logits, targets_BT[..., None], axis=-1)[..., 0]

@@ -117,8 +117,14 @@ def plot_losses(records: list[dict[str, Any]], baselines: dict[str, float], path
             axis.plot(*zip(*points, strict=True), label=kind, **style)  # type: ignore[arg-type]
     for name, value in baselines.items():
         axis.axhline(value, ls="--", lw=0.8, color="grey")
-        axis.annotate(f"{name} {value:.2f}", (1, value), xycoords=("axes fraction", "data"),
-                      ha="right", va="bottom", fontsize=8)
+        axis.annotate(
+            f"{name} {value:.2f}",
+            (1, value),
+            xycoords=("axes fraction", "data"),
+            ha="right",
+            va="bottom",
+            fontsize=8,
+        )
     axis.set(xlabel="step", ylabel="bits per byte", title="loss")
     low = min([*baselines.values(), *(r["bits_per_byte"] for r in records)], default=1.0)
     axis.set_ylim(max(0.0, low - 0.3), 5.0)

@@ -17,7 +17,7 @@ from mlmoe.data.batch import Batch
 from mlmoe.layers.documents import document_ids
 from mlmoe.layers.layer import Layer, LayerSpec, Stream
 from mlmoe.layers.norm import RMSNorm
-from mlmoe.layers.param import Named, fan_in, param
+from mlmoe.layers.param import OUT, Named, fan_in, param
 from mlmoe.layers.residual import DepthRead
 from mlmoe.layers.router import RouterStats
 from mlmoe.sharding import constrain
@@ -44,7 +44,9 @@ def blocks(config: ModelConfig) -> list[list[Segment]]:
     """The stack as blocks of segments, in order."""
     size = config.residual.size if config.residual.kind == "block" else config.layers
     specs = [
-        LayerSpec(letter, i < config.moe.dense_layers, config.residual.kind == "block" and i % size == 0)
+        LayerSpec(
+            letter, i < config.moe.dense_layers, config.residual.kind == "block" and i % size == 0
+        )
         for i, letter in enumerate(config.letters)
     ]
     return [segments(specs[i : i + size]) for i in range(0, len(specs), size)]
@@ -82,12 +84,14 @@ class Period(nn.Module):
         positions_BT: jax.Array,
         bias_mE: jax.Array,
     ) -> tuple[Stream, RouterStats | None]:
-        stats = []
+        stats: list[RouterStats] = []
         for i, spec in enumerate(self.period):
             layer = Layer(self.config, self.dtype, spec, name=f"{spec.letter}{i}")
             bias_E = None if spec.dense else bias_mE[len(stats)]
             stream, stat = layer(stream, sources, document_BT, positions_BT, bias_E)
-            stream = stream._replace(running_BTD=constrain(stream.running_BTD, "batch", "time", "embed"))
+            stream = stream._replace(
+                running_BTD=constrain(stream.running_BTD, "batch", "time", "embed")
+            )
             stats += [] if stat is None else [stat]
         return stream, jax.tree.map(lambda *x: jnp.stack(x), *stats) if stats else None
 
@@ -107,7 +111,8 @@ class LM(nn.Module):
         bias_LE: jax.Array,
     ) -> tuple[jax.Array, jax.Array, RouterStats | None]:
         c, D, W = self.config, self.config.d_model, self.config.vocab
-        table_WD = param(self, "embedding", nn.initializers.normal(1.0 if not c.tie_head else D**-0.5), (W, D), "vocab embed")
+        width = D if c.tie_head else 1  # a tied table must also give logits of unit size
+        table_WD = param(self, "embedding", fan_in(width), (W, D), "vocab embed")
         document_BT = document_ids(segment_ids_BT)
         x_BTD = jnp.take(table_WD, tokens_BT, axis=0).astype(self.dtype)
         x_BTD = constrain(x_BTD, "batch", "time", "embed")
@@ -130,9 +135,13 @@ class LM(nn.Module):
             x_BTD = DepthRead(c.norm_eps, name="final_read")((*sources, x_BTD))
         x_BTD = RMSNorm(c.norm_eps, name="final_norm")(x_BTD)
         head_DW = (
-            table_WD.T if c.tie_head else param(self, "head", fan_in(D), (D, W), "embed vocab")
+            table_WD.T if c.tie_head else param(self, "head", fan_in(D, OUT), (D, W), "embed vocab")
         )
-        return x_BTD, head_DW, jax.tree.map(lambda *x: jnp.concatenate(x), *stats) if stats else None
+        return (
+            x_BTD,
+            head_DW,
+            jax.tree.map(lambda *x: jnp.concatenate(x), *stats) if stats else None,
+        )
 
     def _segment(self, name, segment, stream, sources, document_BT, positions_BT, bias_mE):  # type: ignore[no-untyped-def]
         r, E = segment.repeats, self.config.moe.experts

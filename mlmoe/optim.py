@@ -45,14 +45,17 @@ def make(config: OptimConfig, axes: Any) -> optax.GradientTransformation:
     if config.name == "adamw":
         lr, base = config.adam_lr, optax.adam(config.adam_lr, config.b1, config.b2)
     else:
-        lr, base = config.lr, muon(
+        lr, base = (
             config.lr,
-            beta=config.momentum,
-            adam_b1=config.b1,
-            adam_b2=config.b2,
-            adam_learning_rate=config.adam_lr,
-            muon_weight_dimension_numbers=_map_axes(muon_axes, axes),
-            consistent_rms=0.2,
+            muon(
+                config.lr,
+                beta=config.momentum,
+                adam_b1=config.b1,
+                adam_b2=config.b2,
+                adam_learning_rate=config.adam_lr,
+                muon_weight_dimension_numbers=_map_axes(muon_axes, axes),
+                consistent_rms=0.2,
+            ),
         )
     # Added here and not by optax.muon, which decays everything that Adam updates, norms included.
     decay = optax.add_decayed_weights(-lr * config.weight_decay, _map_axes(decays, axes))

@@ -1,4 +1,4 @@
-"""The end of a run: held-out bits/byte beside simple baselines, a text sample, a plot, the paths."""
+"""The end of a run: held-out bits/byte beside simple baselines, a sample, a plot, the paths."""
 
 import json
 from pathlib import Path
@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from mlmoe.build import Compiled
 from mlmoe.data.baselines import baseline_bits
-from mlmoe.evaluate import evaluate
 from mlmoe.generate import sample_tokens
 from mlmoe.metrics import MetricsLog, plot_losses, read_metrics
 from mlmoe.step import TrainState
@@ -20,12 +18,11 @@ if TYPE_CHECKING:
 PROMPT = "def "
 
 
-def final_report(run: "Run", compiled: Compiled, state: TrainState, log: MetricsLog) -> None:
+def final_report(run: "Run", state: TrainState, log: MetricsLog) -> None:
     """Evaluates on the held-out documents, samples, plots, prints, and writes summary.json."""
     config = run.config
     batches, n_bytes = run.heldout(config.final_eval_bytes)
-    params = (state.params, state.bias_LE)
-    values = evaluate(compiled.eval_step, *params, batches, n_bytes, run.stop.check)
+    values = run.evaluate(state, batches, n_bytes, print)
     log.write("eval", config.steps, values)
     run.stop.check()
     limit = config.final_eval_bytes
@@ -80,7 +77,7 @@ def read_summary(workdir: Path) -> str:
         "plot": workdir / "loss.png",
     }
     lines = [
-        f"\nheld-out bits/byte after step {found['step']} ({found['heldout_bytes']:,} bytes of text)",
+        f"\nheld-out bits/byte after step {found['step']} ({found['heldout_bytes']:,} bytes)",
         *rows,
         *(["\nsample:\n" + found["sample"]] if found["sample"] else []),
         "",

@@ -20,9 +20,7 @@ RULES = {"batch": "data"}
 def make_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A one-axis mesh over all devices (or those given). Axis types are Auto: XLA propagates."""
     devices = jax.devices() if devices is None else list(devices)
-    return jax.make_mesh(
-        (len(devices),), MESH_AXES, axis_types=(AxisType.Auto,), devices=devices
-    )
+    return jax.make_mesh((len(devices),), MESH_AXES, axis_types=(AxisType.Auto,), devices=devices)
 
 
 def spec(axes: Sequence[str | None]) -> PartitionSpec:

@@ -61,7 +61,7 @@ class StopSignal:
             raise Stopped(self.signum)
 
     def run(self, work: Callable[[], T]) -> T:
-        """Runs `work` in a thread; raises Stopped as soon as a stop is asked for, leaving it behind.
+        """Runs `work` in a thread; a stop asked for meanwhile raises Stopped and leaves it behind.
 
         The abandoned thread cannot be killed, so after Stopped the process must end by `os._exit`.
         """

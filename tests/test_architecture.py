@@ -101,5 +101,9 @@ def test_partition_specs_are_written_in_one_file() -> None:
 
 
 def test_every_file_says_what_it_is_for() -> None:
-    silent = [str(p.relative_to(ROOT)) for p in FILES if p.read_text() and not ast.get_docstring(ast.parse(p.read_text()))]
+    silent = [
+        str(p.relative_to(ROOT))
+        for p in FILES
+        if p.read_text() and not ast.get_docstring(ast.parse(p.read_text()))
+    ]
     assert not silent

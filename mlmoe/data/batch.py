@@ -1,11 +1,8 @@
 """What the data pipeline hands to the model."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jax
-import numpy as np
-
-Array = np.ndarray | jax.Array
+Array = Any  # numpy on the host, jax.Array on devices, jax.ShapeDtypeStruct before there is either
 
 
 class Batch(NamedTuple):

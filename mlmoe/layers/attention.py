@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from mlmoe.config import ModelConfig
+from mlmoe.layers.linear import project
 from mlmoe.layers.norm import RMSNorm
-from mlmoe.layers.param import fan_in, param
+from mlmoe.layers.param import OUT, fan_in, param
 from mlmoe.layers.rope import rotate
 
 SECTIONS = 2  # a row's queries in so many parts, each against the keys up to its own end only
@@ -92,13 +93,11 @@ class FullAttention(nn.Module):
         w_q = param(self, "w_q", fan_in(D), (D, H, K), "embed heads key")
         w_k = param(self, "w_k", fan_in(D), (D, H, K), "embed heads key")
         w_v = param(self, "w_v", fan_in(D), (D, H, K), "embed heads value")
-        w_o = param(self, "w_o", fan_in(H * K), (H, K, D), "heads value embed")
-        q, k, v = (
-            jnp.einsum("BTD,DHK->BTHK", x_BTD, w.astype(self.dtype)) for w in (w_q, w_k, w_v)
-        )
+        w_o = param(self, "w_o", fan_in(H * K, OUT), (H, K, D), "heads value embed")
+        q, k, v = (project("BTD,DHK->BTHK", x_BTD, w) for w in (w_q, w_k, w_v))
         q, k = (rotate(x, positions_BT, c.rope_theta) for x in (q, k))
         o_BTHK = attend(q, k, v, document_BT)
-        return jnp.einsum("BTHK,HKD->BTD", o_BTHK, w_o.astype(self.dtype))
+        return project("BTHK,HKD->BTD", o_BTHK, w_o)
 
 
 class LatentAttention(nn.Module):
@@ -119,14 +118,13 @@ class LatentAttention(nn.Module):
         w_dkv = param(self, "w_dkv", fan_in(D), (D, R + P), "embed rank")
         w_ukv = param(self, "w_ukv", fan_in(R), (R, H, N + V), "rank heads key")
         w_gate = param(self, "w_gate", fan_in(D), (D, H, V), "embed heads value")
-        w_o = param(self, "w_o", fan_in(H * V), (H, V, D), "heads value embed")
-        to = lambda w: w.astype(self.dtype)  # noqa: E731
+        w_o = param(self, "w_o", fan_in(H * V, OUT), (H, V, D), "heads value embed")
 
-        q_BTQ = RMSNorm(eps, name="q_norm")(jnp.einsum("BTD,DQ->BTQ", x_BTD, to(w_dq)))
-        q_BTHK = jnp.einsum("BTQ,QHK->BTHK", q_BTQ, to(w_uq))
-        c_BTR, shared_BTP = jnp.split(jnp.einsum("BTD,DR->BTR", x_BTD, to(w_dkv)), [R], axis=-1)
+        q_BTQ = RMSNorm(eps, name="q_norm")(project("BTD,DQ->BTQ", x_BTD, w_dq))
+        q_BTHK = project("BTQ,QHK->BTHK", q_BTQ, w_uq)
+        c_BTR, shared_BTP = jnp.split(project("BTD,DR->BTR", x_BTD, w_dkv), [R], axis=-1)
         c_BTR = RMSNorm(eps, name="kv_norm")(c_BTR)
-        k_BTHN, v_BTHV = jnp.split(jnp.einsum("BTR,RHK->BTHK", c_BTR, to(w_ukv)), [N], axis=-1)
+        k_BTHN, v_BTHV = jnp.split(project("BTR,RHK->BTHK", c_BTR, w_ukv), [N], axis=-1)
         k_BT1P = shared_BTP[:, :, None]
         if self.rotary:
             q_BTHN, q_BTHP = jnp.split(q_BTHK, [N], axis=-1)
@@ -135,5 +133,5 @@ class LatentAttention(nn.Module):
             k_BT1P = rotate(k_BT1P, positions_BT, c.rope_theta)
         k_BTHP = jnp.broadcast_to(k_BT1P, (*k_BTHN.shape[:3], P))
         o_BTHV = attend(q_BTHK, jnp.concatenate([k_BTHN, k_BTHP], axis=-1), v_BTHV, document_BT)
-        gate_BTHV = jax.nn.sigmoid(jnp.einsum("BTD,DHV->BTHV", x_BTD, to(w_gate)))
-        return jnp.einsum("BTHV,HVD->BTD", gate_BTHV * o_BTHV, to(w_o))
+        gate_BTHV = jax.nn.sigmoid(project("BTD,DHV->BTHV", x_BTD, w_gate))
+        return project("BTHV,HVD->BTD", gate_BTHV * o_BTHV, w_o)

@@ -7,28 +7,40 @@
 The maths of the recurrence lives in `pallas_kernels/bounded_decay`; here are its parameters.
 """
 
+import math
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.nn.initializers import Initializer
 
 from mlmoe.config import IncrementalConfig, ModelConfig
 from mlmoe.layers.conv import ShortConv
+from mlmoe.layers.linear import project
 from mlmoe.layers.norm import RMSNorm, l2_norm
-from mlmoe.layers.param import fan_in, param, zeros
+from mlmoe.layers.param import OUT, fan_in, param, zeros
 from pallas_kernels.bounded_decay import bounded_decay, bounded_log_decay, slot_attention
 
 
-def memory_bias(config: IncrementalConfig, heads: int, width: int) -> np.ndarray:
+def memory_bias(config: IncrementalConfig) -> Initializer:
     """Gate bias [H, K] whose channels forget over memory_min to memory_max tokens, spread in log.
 
     A channel with g = -1/tau keeps 1/e after tau tokens, so bias = logit(1 / (-g_min tau)) at
     a_log = 0. A zero bias would mean g = g_min / 2: 8 % kept a token, a state dead at birth.
     """
-    lo, hi = np.log(config.memory_min), np.log(config.memory_max)
-    tau_HK = np.exp(np.linspace(lo, hi, heads * width)).reshape(heads, width)
-    p = 1.0 / (-config.g_min * tau_HK)
-    return np.log(p / (1.0 - p)).astype(np.float32)
+
+    def init(
+        key: jax.Array, shape: Any, dtype: Any = jnp.float32, out_sharding: Any = None
+    ) -> jax.Array:
+        del key, out_sharding
+        lo, hi = np.log(config.memory_min), np.log(config.memory_max)
+        tau_HK = np.exp(np.linspace(lo, hi, math.prod(shape))).reshape(shape)
+        p = 1.0 / (-config.g_min * tau_HK)
+        return jnp.asarray(np.log(p / (1.0 - p)), dtype)
+
+    return init
 
 
 class Gate(nn.Module):
@@ -45,9 +57,9 @@ class Gate(nn.Module):
         w_down = param(self, "w_down", fan_in(D), (D, c.gate_rank), "embed rank")
         w_up = param(self, "w_up", fan_in(c.gate_rank), (c.gate_rank, H, K), "rank heads key")
         a_log_H = param(self, "a_log", zeros, (H,), "gate")
-        bias_HK = param(self, "bias", lambda *_: memory_bias(c, H, K), (H, K), "gate gate")
-        z_BTR = jnp.einsum("BTD,DR->BTR", x_BTD, w_down.astype(self.dtype))
-        z_BTHK = jnp.einsum("BTR,RHK->BTHK", z_BTR, w_up.astype(self.dtype))
+        bias_HK = param(self, "bias", memory_bias(c), (H, K), "gate gate")
+        z_BTR = project("BTD,DR->BTR", x_BTD, w_down)
+        z_BTHK = project("BTR,RHK->BTHK", z_BTR, w_up)
         return bounded_log_decay(z_BTHK.astype(jnp.float32), a_log_H, bias_HK, c.g_min)
 
 
@@ -69,20 +81,15 @@ class IncrementalAttention(nn.Module):
         w_k = param(self, "w_k", fan_in(D), (D, H, K), "embed heads key")
         w_v = param(self, "w_v", fan_in(D), (D, H, V), "embed heads value")
         w_gate = param(self, "w_gate", fan_in(D), (D, H, V), "embed heads value")
-        w_o = param(self, "w_o", fan_in(H * V), (H, V, D), "heads value embed")
-        q, k, v, gate_BTHV = (
-            jnp.einsum("BTD,DHK->BTHK", x_BTD, w.astype(self.dtype))
-            for w in (w_q, w_k, w_v, w_gate)
-        )
+        w_o = param(self, "w_o", fan_in(H * V, OUT), (H, V, D), "heads value embed")
+        q, k, v, gate_BTHV = (project("BTD,DHK->BTHK", x_BTD, w) for w in (w_q, w_k, w_v, w_gate))
         q, k, v = (
             ShortConv(c.conv_width, name=f"conv_{n}")(y, document_BT)
             for n, y in (("q", q), ("k", k), ("v", v))
         )
         o_BTHV = self._mix(x_BTD, l2_norm(q), l2_norm(k), v, document_BT)
         o_BTHV = RMSNorm(self.config.norm_eps, name="o_norm")(o_BTHV)
-        return jnp.einsum(
-            "BTHV,HVD->BTD", jax.nn.sigmoid(gate_BTHV) * o_BTHV, w_o.astype(self.dtype)
-        )
+        return project("BTHV,HVD->BTD", jax.nn.sigmoid(gate_BTHV) * o_BTHV, w_o)
 
     def _mix(
         self, x_BTD: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, document_BT: jax.Array
@@ -97,6 +104,6 @@ class IncrementalAttention(nn.Module):
             return bounded_decay(q, k, v, g, segment_ids=document_BT)[0]
         w_beta = param(self, "w_beta", fan_in(D), (D, H), "embed heads")
         beta_BTH = c.beta_max * jax.nn.sigmoid(
-            jnp.einsum("BTD,DH->BTH", x_BTD, w_beta.astype(self.dtype)).astype(jnp.float32)
+            project("BTD,DH->BTH", x_BTD, w_beta).astype(jnp.float32)
         )
         return bounded_decay(q, k, v, g, beta_BTH, segment_ids=document_BT)[0]

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from mlmoe.config import ModelConfig, MoEConfig
+from mlmoe.layers.linear import project
 from mlmoe.layers.mlp import MLP
 from mlmoe.layers.norm import RMSNorm
-from mlmoe.layers.param import fan_in, param
+from mlmoe.layers.param import OUT, fan_in, param
 from mlmoe.layers.router import RouterStats, route
 from mlmoe.sharding import per_shard
 from pallas_kernels.expert_dispatch import expert_ffn
@@ -57,16 +58,18 @@ class LatentMoE(nn.Module):
         E, R, F, P = c.experts, c.latent, c.hidden, PARTS[c.activation]
         w_router = param(self, "w_router", fan_in(D), (D, E), "embed expert")
         w_down = param(self, "w_down", fan_in(D), (D, R), "embed latent")
-        w_up = param(self, "w_up", fan_in(R), (R, D), "latent embed")
+        w_up = param(self, "w_up", fan_in(R, OUT), (R, D), "latent embed")
         w_in = param(self, "w_in", fan_in(R), (E, P, R, F), "expert part latent hidden")
         w_out = param(self, "w_out", fan_in(F), (E, F, R), "expert hidden latent")
 
         logits_BTE = jnp.einsum("BTD,DE->BTE", x_BTD.astype(jnp.float32), w_router)
-        z_BTR = jnp.einsum("BTD,DR->BTR", x_BTD, w_down.astype(self.dtype))
+        z_BTR = project("BTD,DR->BTR", x_BTD, w_down)
         experts = (w_in.astype(self.dtype), w_out.astype(self.dtype))
         u_BTR, stats = per_shard(
-            functools.partial(route_and_run, c), (logits_BTE, z_BTR, document_BT), (bias_E, *experts)
+            functools.partial(route_and_run, c),
+            (logits_BTE, z_BTR, document_BT),
+            (bias_E, *experts),
         )
         u_BTR = RMSNorm(self.config.norm_eps, name="latent_norm")(u_BTR)
         shared_BTD = MLP(c.shared_hidden, c.activation, self.dtype, name="shared")(x_BTD)
-        return shared_BTD + jnp.einsum("BTR,RD->BTD", u_BTR, w_up.astype(self.dtype)), stats
+        return shared_BTD + project("BTR,RD->BTD", u_BTR, w_up), stats

@@ -77,6 +77,7 @@ class Layer(nn.Module):
         if self.spec.dense:
             mlp = MLP(c.moe.dense_hidden, c.moe.activation, self.dtype, name="channel")
             return Stream(running_BTD + mlp(y_BTD), window), None
+        assert bias_E is not None
         moe = LatentMoE(c, self.dtype, name="channel")
         m_BTD, stats = moe(y_BTD, document_BT, bias_E)
         return Stream(running_BTD + m_BTD, window), stats

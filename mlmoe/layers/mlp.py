@@ -4,7 +4,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from mlmoe.layers.param import fan_in, param
+from mlmoe.layers.linear import project
+from mlmoe.layers.param import OUT, fan_in, param
 from pallas_kernels.expert_dispatch.activations import PARTS, glu
 
 
@@ -19,6 +20,6 @@ class MLP(nn.Module):
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         D, F, P = x_BTD.shape[-1], self.hidden, PARTS[self.activation]
         w_in = param(self, "w_in", fan_in(D), (P, D, F), "part embed hidden")
-        w_out = param(self, "w_out", fan_in(F), (F, D), "hidden embed")
-        z_PBTF = [jnp.einsum("BTD,DF->BTF", x_BTD, w.astype(self.dtype)) for w in w_in]
-        return jnp.einsum("BTF,FD->BTD", glu(z_PBTF, self.activation), w_out.astype(self.dtype))
+        w_out = param(self, "w_out", fan_in(F, OUT), (F, D), "hidden embed")
+        z_PBTF = [project("BTD,DF->BTF", x_BTD, w) for w in w_in]
+        return project("BTF,FD->BTD", glu(z_PBTF, self.activation), w_out)

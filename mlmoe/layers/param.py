@@ -10,6 +10,10 @@ from jax.nn.initializers import Initializer, normal
 
 ones, zeros = jax.nn.initializers.ones, jax.nn.initializers.zeros
 
+# Gain of matrices that write into the residual stream, and of the head: a fresh layer adds little,
+# so training starts from the embedding alone and not from a sum of noise.
+OUT = 0.1
+
 
 def fan_in(width: int, gain: float = 1.0) -> Initializer:
     """Normal with standard deviation gain / sqrt(width): keeps unit variance through a matmul."""
@@ -18,7 +22,7 @@ def fan_in(width: int, gain: float = 1.0) -> Initializer:
 
 @flax.struct.dataclass
 class Named(nn.meta.AxisMetadata):
-    """A parameter with the names of its axes. flax's own box pins shardings when opened; not this."""
+    """A parameter with the names of its axes. Opening flax's own box would pin shardings."""
 
     value: Any
     names: tuple[str, ...] = flax.struct.field(pytree_node=False)
@@ -49,4 +53,5 @@ def param(
     """
     names = tuple(axes.split())
     assert len(names) == len(shape), f"{name}: {len(shape)} dimensions, axes {axes!r}"
-    return module.param(name, lambda key: Named(init(key, shape, jnp.float32), names))
+    value: Any = module.param(name, lambda key: Named(init(key, shape, jnp.float32), names))
+    return value  # flax opens the box

@@ -12,6 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from mlmoe.layers.linear import project
 from mlmoe.layers.norm import rms_norm
 from mlmoe.layers.param import ones, param, zeros
 
@@ -19,7 +20,7 @@ from mlmoe.layers.param import ones, param, zeros
 def depth_softmax(
     sources: Sequence[jax.Array], w_D: jax.Array, gain_D: jax.Array, eps: float
 ) -> jax.Array:
-    """sum_s softmax_s(w . RMSNorm(src_s)) src_s; sources [..., D]; scores and softmax in float32."""
+    """sum_s softmax_s(w . RMSNorm(src_s)) src_s; sources [..., D]; scores in float32."""
     score = jnp.stack(
         [
             jnp.einsum("...D,D->...", rms_norm(x.astype(jnp.float32), gain_D, eps), w_D)
@@ -53,4 +54,4 @@ class WindowSum(nn.Module):
         D, k = outputs[0].shape[-1], len(outputs)
         w_proj = param(self, "w_proj", zeros, (k, D, D), "part embed embed")
         h_kBTD = jnp.stack(outputs)
-        return jnp.einsum("kBTD,kDE->BTE", h_kBTD, w_proj.astype(self.dtype))
+        return project("kBTD,kDE->BTE", h_kBTD, w_proj)

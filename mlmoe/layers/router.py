@@ -2,8 +2,8 @@
 
     s = sigmoid(logits / temperature),  routes = top-A of s + bias,  p = s / sum of s over routes
 
-The bias only selects; weights come from raw scores, so it never touches the gradient. It is moved
-once an optimizer step, from what the batch did, and used from the next step on. N tokens, E experts.
+The bias only selects; weights come from raw scores, so it never touches the gradient. It moves once
+an optimizer step, from what the batch did, and is used from the next step on. N tokens, E experts.
 """
 
 from typing import NamedTuple
@@ -37,9 +37,13 @@ def route(
     p_NA = p_NA / jnp.maximum(jnp.sum(p_NA, axis=1, keepdims=True), 1e-20)
     experts_NA = jnp.where(live_N[:, None], experts_NA, -1)
     margin_NE = alpha_N[:, None] - jax.lax.stop_gradient(s_NE)
-    return experts_NA, p_NA, RouterStats(
-        load_E=_count(experts_NA, bias_E.shape[0]),
-        margin_EB=_histogram(margin_NE, *_bounds(bias_E), live_N),
+    return (
+        experts_NA,
+        p_NA,
+        RouterStats(
+            load_E=_count(experts_NA, bias_E.shape[0]),
+            margin_EB=_histogram(margin_NE, *_bounds(bias_E), live_N),
+        ),
     )
 
 

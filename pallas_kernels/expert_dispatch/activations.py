@@ -11,12 +11,9 @@ size never exceeds b1 b2 = 100.
 """
 
 from collections.abc import Sequence
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
-
-Activation = Literal["four", "capped", "swiglu"]
 
 PARTS: dict[str, int] = {"four": 3, "capped": 2, "swiglu": 2}
 
@@ -24,14 +21,14 @@ GATE_CAP = 4.0  # b1
 UP_CAP = 25.0  # b2
 
 
-def parts(activation: Activation) -> int:
+def parts(activation: str) -> int:
     """The number P of projections that `activation` multiplies. ValueError: an unknown name."""
     if activation not in PARTS:
         raise ValueError(f"activation is {activation!r}; the choices are {', '.join(PARTS)}")
     return PARTS[activation]
 
 
-def glu(hidden: jax.Array | Sequence[jax.Array], activation: Activation) -> jax.Array:
+def glu(hidden: jax.Array | Sequence[jax.Array], activation: str) -> jax.Array:
     """The product of the parts under `activation` (equations above).
 
     Args:

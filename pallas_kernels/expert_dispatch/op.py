@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.expert_dispatch import ref
 from pallas_kernels.expert_dispatch import sorted as sorted_rows
-from pallas_kernels.expert_dispatch.activations import Activation, parts
+from pallas_kernels.expert_dispatch.activations import parts
 
 Implementation = Literal["ref", "sorted", "pallas"]
 
@@ -19,7 +19,7 @@ def expert_ffn(
     w_in_EPRF: jax.Array,
     w_out_EFR: jax.Array,
     *,
-    activation: Activation,
+    activation: str,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """y_n = sum_a weights_na glu(w_in_e x_n) w_out_e with e = experts_na.

@@ -8,7 +8,7 @@ E / A times the work of `sorted`, plain autodiff, no index arithmetic: the oracl
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.expert_dispatch.activations import Activation, glu
+from pallas_kernels.expert_dispatch.activations import glu
 
 
 def expert_ffn(
@@ -17,7 +17,7 @@ def expert_ffn(
     weights_NA: jax.Array,
     w_in_EPRF: jax.Array,
     w_out_EFR: jax.Array,
-    activation: Activation,
+    activation: str,
 ) -> jax.Array:
     """As `op.expert_ffn`, whose arguments these are, already checked."""
     experts = w_in_EPRF.shape[0]

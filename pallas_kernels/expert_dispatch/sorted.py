@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.expert_dispatch import grouped
-from pallas_kernels.expert_dispatch.activations import Activation, glu
+from pallas_kernels.expert_dispatch.activations import glu
 
 
 class _Order(NamedTuple):
@@ -56,7 +56,7 @@ def expert_ffn(
     weights_NA: jax.Array,
     w_in_EPRF: jax.Array,
     w_out_EFR: jax.Array,
-    activation: Activation,
+    activation: str,
 ) -> jax.Array:
     """As `op.expert_ffn`, whose arguments these are, already checked. First derivatives only."""
     return _forward(x_NR, experts_NA, weights_NA, w_in_EPRF, w_out_EFR, activation)[0]

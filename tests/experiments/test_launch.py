@@ -13,7 +13,9 @@ from mlmoe.errors import UserError
 
 def test_fields_are_overridden() -> None:
     args = ["--config=8k:tiny", "--config.steps=7", "--config.optim.lr=0.5"]
-    config = launch.parse([*args, "--config.model.tie_head=true", "--config.data.mixture=(('stdlib','',1.0),)"])
+    config = launch.parse(
+        [*args, "--config.model.tie_head=true", "--config.data.mixture=(('stdlib','',1.0),)"]
+    )
     assert (config.steps, config.optim.lr, config.model.tie_head) == (7, 0.5, True)
     assert config.data.mixture == (("stdlib", "", 1.0),)
     assert config.workdir == "runs/8k-tiny"
@@ -45,7 +47,8 @@ def test_a_bad_command_line_is_one_clear_message(args: list[str], says: str) -> 
 def test_a_config_file_works(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(
-        "import configs\ndef get_config():\n    c = configs.load('8k:tiny')\n    c.steps = 3\n    return c\n"
+        "import configs\n\ndef get_config():\n    c = configs.load('8k:tiny')\n"
+        "    c.steps = 3\n    return c\n"
     )
     assert launch.parse([f"--config={path}"]).steps == 3
     path.write_text("def get_config():\n    return 3\n")
@@ -57,7 +60,9 @@ def test_a_config_file_works(tmp_path: Path) -> None:
 
 
 def test_help_explains() -> None:
-    run = subprocess.run([sys.executable, "-m", "experiments.launch", "--help"], capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-m", "experiments.launch", "--help"], capture_output=True, text=True
+    )
     assert run.returncode == 0
     for word in ("8k", "tiny", "2p8t", "--config.steps"):
         assert word in run.stdout
@@ -65,7 +70,9 @@ def test_help_explains() -> None:
 
 def test_the_full_scale_is_refused_at_once_with_what_works() -> None:
     began = time.time()
-    run = subprocess.run([sys.executable, "-m", "experiments.launch", "--config=8k"], capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-m", "experiments.launch", "--config=8k"], capture_output=True, text=True
+    )
     assert run.returncode == 2 and "Traceback" not in run.stderr
     for words in ("2.78 T parameters", "found:", "--config=8k:tiny", "--config=8k:small"):
         assert words in run.stderr

@@ -34,7 +34,9 @@ def residual(config: ModelConfig, kind: str, size: int) -> ModelConfig:
 
 def batch(segments: list[list[int]], seed: int = 0) -> Batch:
     segment_BT = np.asarray(segments, np.int32)
-    tokens = np.random.default_rng(seed).integers(0, 40, size=(2, *segment_BT.shape), dtype=np.int32)
+    tokens = np.random.default_rng(seed).integers(
+        0, 40, size=(2, *segment_BT.shape), dtype=np.int32
+    )
     new = np.diff(segment_BT, axis=1, prepend=-1) != 0
     start = np.maximum.accumulate(np.where(new, np.arange(segment_BT.shape[1]), 0), axis=1)
     position_BT = (np.arange(segment_BT.shape[1]) - start).astype(np.int32)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import configs
-from mlmoe.build import abstract_state, compile_steps, make_program, put
+from mlmoe.build import abstract_state, compile_train, first_state, make_program, put
 from mlmoe.config import TrainConfig, from_dict
 from mlmoe.data.batch import Batch
-from mlmoe.sharding import make_mesh, sharding
+from mlmoe.sharding import make_mesh
 from mlmoe.step import TrainState
 from tests.mlmoe.test_model import batch, close, small
 
@@ -29,16 +29,20 @@ def run_config(**changes: Any) -> TrainConfig:
 
 def rows(n: int = 8) -> Batch:
     """Rows of very unequal padding, so that a mean of means would differ from the mean."""
-    return batch([[1] * (1 + 4 * i) + [2] * (32 - 4 * i) if i % 2 else [1] * (2 + i) + [0] * (31 - i) for i in range(n)])
+    return batch(
+        [
+            [1] * (1 + 4 * i) + [2] * (32 - 4 * i) if i % 2 else [1] * (2 + i) + [0] * (31 - i)
+            for i in range(n)
+        ]
+    )
 
 
 def one_step(config: TrainConfig, devices: int, data: Batch) -> tuple[TrainState, Any]:
     mesh = make_mesh(jax.devices()[:devices])
     program = make_program(config)
-    compiled = compile_steps(config, program, mesh)
-    with jax.set_mesh(mesh):
-        state = jax.jit(program.init, out_shardings=sharding(mesh))()
-    return compiled.train_step(state, put(data, mesh))
+    train_step = compile_train(config, program, mesh)
+    state = first_state(program, mesh)
+    return train_step(state, put(data, mesh))
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +66,10 @@ def test_it_learns_a_batch(optimizer: str) -> None:
     config = run_config(optim__name=optimizer, optim__lr=0.02, optim__adam_lr=0.02)
     mesh = make_mesh(jax.devices()[:1])
     program = make_program(config)
-    compiled = compile_steps(config, program, mesh)
-    state, data, losses = jax.jit(program.init)(), put(rows(), mesh), []
+    train_step = compile_train(config, program, mesh)
+    state, data, losses = first_state(program, mesh), put(rows(), mesh), []
     for _ in range(20):
-        state, metrics = compiled.train_step(state, data)
+        state, metrics = train_step(state, data)
         losses.append(float(metrics.loss))
     assert losses[0] == pytest.approx(np.log(40), rel=0.2)
     assert losses[-1] < 0.6 * losses[0]
@@ -76,16 +80,20 @@ def test_a_step_that_is_not_finite_changes_only_its_counters() -> None:
     config = run_config()
     mesh = make_mesh(jax.devices()[:1])
     program = make_program(config)
-    compiled = compile_steps(config, program, mesh)
+    train_step = compile_train(config, program, mesh)
     data = rows()
     poison = data._replace(weights_BT=np.where(np.arange(33) == 0, np.nan, data.weights_BT))
-    before = jax.jit(program.init)()
+    before = first_state(program, mesh)
     kept = jax.tree.map(np.asarray, (before.params, before.opt_state, before.bias_LE))
-    state, metrics = compiled.train_step(before, put(poison._replace(weights_BT=poison.weights_BT.astype(np.float32)), mesh))
-    jax.tree.map(np.testing.assert_array_equal, (state.params, state.opt_state, state.bias_LE), kept)
+    state, metrics = train_step(
+        before, put(poison._replace(weights_BT=poison.weights_BT.astype(np.float32)), mesh)
+    )
+    jax.tree.map(
+        np.testing.assert_array_equal, (state.params, state.opt_state, state.bias_LE), kept
+    )
     assert (int(state.step), int(state.skipped), int(state.bad_in_a_row)) == (1, 1, 1)
     assert np.isnan(float(metrics.loss))
-    state, metrics = compiled.train_step(state, put(data, mesh))
+    state, metrics = train_step(state, put(data, mesh))
     assert (int(state.step), int(state.skipped), int(state.bad_in_a_row)) == (2, 1, 0)
     assert np.isfinite(float(metrics.loss))
 
@@ -106,10 +114,11 @@ def test_balance_moves_the_bias_once_a_step_and_none_leaves_it() -> None:
 def test_abstract_state_is_what_init_makes() -> None:
     mesh = make_mesh()
     program = make_program(run_config())
-    with jax.set_mesh(mesh):
-        state = jax.jit(program.init, out_shardings=sharding(mesh))()
+    state = first_state(program, mesh)
     jax.tree.map(
-        lambda a, b: (a.shape, a.dtype, a.sharding) == (b.shape, b.dtype, b.sharding) or pytest.fail(),
+        lambda a, b: (
+            (a.shape, a.dtype, a.sharding) == (b.shape, b.dtype, b.sharding) or pytest.fail()
+        ),
         abstract_state(program, mesh),
         state,
     )

@@ -40,8 +40,8 @@ def test_results_and_errors_pass_through() -> None:
 
 def test_a_second_signal_leaves_at_once() -> None:
     code = (
-        "import os, signal\nfrom mlmoe.stop import StopSignal\n"
-        "with StopSignal():\n    os.kill(os.getpid(), signal.SIGINT)\n    os.kill(os.getpid(), signal.SIGINT)\n"
+        "import os, signal\nfrom mlmoe.stop import StopSignal\nwith StopSignal():\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n    os.kill(os.getpid(), signal.SIGINT)\n"
         "    print('still here')"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Latent attention against its float64 reference, and what softmax attention must do when packed."""
+"""Latent attention against its float64 reference, and what packed softmax attention must do."""
 
 import chex
 import jax
@@ -79,7 +79,9 @@ def test_blocks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 
     whole = jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
     monkeypatch.setattr(attention, "QUERY_BLOCK", 16)
-    chex.assert_trees_all_close(jax.value_and_grad(loss, (0, 1, 2))(q, k, v), whole, rtol=2e-5, atol=1e-6)
+    chex.assert_trees_all_close(
+        jax.value_and_grad(loss, (0, 1, 2))(q, k, v), whole, rtol=2e-5, atol=1e-6
+    )
 
 
 def test_padding_gives_zero_and_gets_no_gradient() -> None:

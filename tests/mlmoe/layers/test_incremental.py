@@ -13,7 +13,7 @@ F32 = jnp.dtype("float32")
 
 def test_fresh_channels_remember_from_memory_min_to_memory_max() -> None:
     c = model_config().incremental
-    bias = memory_bias(c, 4, 32).astype(np.float64)
+    bias = np.asarray(memory_bias(c)(jax.random.key(0), (4, 32)), np.float64)
     g = c.g_min / (1 + np.exp(-bias))
     tau = np.sort(-1 / g.ravel())
     np.testing.assert_allclose([tau[0], tau[-1]], [c.memory_min, c.memory_max], rtol=1e-3)

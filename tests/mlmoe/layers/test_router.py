@@ -73,7 +73,9 @@ def test_nothing_real_leaves_the_bias_alone() -> None:
 def test_statistics_add_up_over_micro_batches() -> None:
     logits, b_E = jax.random.normal(jax.random.key(1), (64, 8)), jnp.linspace(-0.1, 0.1, 8)
     whole = route(logits, b_E, jnp.ones(64, bool), 2, 1.0)[2]
-    parts = [route(logits[i : i + 16], b_E, jnp.ones(16, bool), 2, 1.0)[2] for i in range(0, 64, 16)]
+    parts = [
+        route(logits[i : i + 16], b_E, jnp.ones(16, bool), 2, 1.0)[2] for i in range(0, 64, 16)
+    ]
     jax.tree.map(np.testing.assert_array_equal, whole, jax.tree.map(lambda *x: sum(x), *parts))
 
 

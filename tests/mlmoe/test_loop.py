@@ -1,0 +1,159 @@
+"""Whole runs in processes of their own: resume after a kill, signals, refusals, divergence."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+CONFIG = """
+import configs
+
+def get_config():
+    c = configs.load("8k:tiny")
+    c.update(context=32, batch=8, steps=14, log_every=1, eval_every=7, save_every=5, keep=2)
+    c.update(sample_tokens=4)
+    c.model.update(d_model=16)
+    c.model.attention.update(heads=2, head_dim=8, q_rank=8, kv_rank=8, nope_dim=6, rope_dim=2)
+    c.model.attention.update(v_dim=8)
+    c.model.incremental.update(heads=1, key_dim=8, value_dim=8, gate_rank=4)
+    c.model.moe.update(dense_hidden=16, experts=4, active=2, latent=8, hidden=8, shared_hidden=8)
+    c.data.update(source="files", path=@PATH@, heldout=0.2, pack_bins=8)
+    c.optim.update(warmup=2)
+    return c
+"""
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small run over 20 texts: 14 steps of 256 tokens go through the corpus more than once."""
+    root = tmp_path_factory.mktemp("loop")
+    texts = root / "texts"
+    texts.mkdir()
+    rng = random.Random(0)
+    for i in range(20):
+        words = [rng.choice("alpha beta gamma delta".split()) for _ in range(20)]
+        (texts / f"{i}.txt").write_text(f"text {i}: " + " ".join(words))
+    path = root / "config.py"
+    path.write_text(CONFIG.replace("@PATH@", repr(str(texts))))
+    return path
+
+
+def start(config: Path, workdir: Path, *more: str) -> "subprocess.Popen[str]":
+    args = [f"--config={config}", f"--config.workdir={workdir}", *more]
+    return subprocess.Popen(
+        [sys.executable, "-m", "experiments.launch", *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "XLA_FLAGS": ""},
+    )
+
+
+def finish(process: "subprocess.Popen[str]", code: int = 0) -> str:
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == code, out
+    return out
+
+
+def losses(workdir: Path) -> dict[int, float]:
+    records = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    return {r["step"]: r["loss"] for r in records if r["kind"] == "train"}
+
+
+@pytest.fixture(scope="module")
+def whole_run(config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    workdir = tmp_path_factory.mktemp("whole")
+    return workdir, finish(start(config_file, workdir))
+
+
+def test_a_run_reports_and_leaves_its_files(whole_run: tuple[Path, str]) -> None:
+    workdir, out = whole_run
+    for word in ("compiling", "step      1/14", "this model", "trigram", "zlib", "xz", "sample:"):
+        assert word in out, out
+    for name in ("metrics.jsonl", "loss.png", "summary.json", "checkpoints/14/manifest.json"):
+        assert (workdir / name).stat().st_size > 0
+    assert list((workdir / "tensorboard").iterdir())
+    assert sorted(losses(workdir)) == list(range(1, 15))
+    assert sorted(int(p.name) for p in (workdir / "checkpoints").iterdir()) == [10, 14]
+
+
+def test_a_finished_run_says_so_and_how_to_go_on(
+    config_file: Path, whole_run: tuple[Path, str]
+) -> None:
+    out = finish(start(config_file, whole_run[0]))
+    assert "finished" in out and "--config.steps=28" in out and "this model" in out
+
+
+def test_another_config_is_refused_with_what_differs(
+    config_file: Path, whole_run: tuple[Path, str]
+) -> None:
+    out = finish(start(config_file, whole_run[0], "--config.optim.lr=0.5", "--config.seed=3"), 2)
+    assert "optim.lr: 0.01 -> 0.5" in out and "seed: 0 -> 3" in out and "Traceback" not in out
+
+
+@pytest.mark.parametrize("after", ["step      3/", "step      7/", "step     12/"])
+def test_killed_and_resumed_equals_never_stopped(
+    after: str, config_file: Path, whole_run: tuple[Path, str], tmp_path: Path
+) -> None:
+    process = start(config_file, tmp_path)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(after):
+            break
+    process.kill()
+    process.communicate()
+    finish(start(config_file, tmp_path))
+    assert losses(tmp_path) == losses(whole_run[0])
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(
+    config_file: Path, whole_run: tuple[Path, str], tmp_path: Path
+) -> None:
+    process = start(config_file, tmp_path)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step      2/"):
+            break
+    process.send_signal(signal.SIGTERM)
+    out = finish(process, 143)
+    assert "is saved" in out and "Traceback" not in out
+    finish(start(config_file, tmp_path))
+    assert losses(tmp_path) == losses(whole_run[0])
+
+
+def test_ctrl_c_while_compiling_has_nothing_to_save(config_file: Path, tmp_path: Path) -> None:
+    process = start(config_file, tmp_path)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("compiling"):
+            break
+    time.sleep(1.0)
+    began = time.time()
+    process.send_signal(signal.SIGINT)
+    assert "nothing to save" in finish(process, 130)
+    assert time.time() - began < 10
+
+
+def test_divergence_stops_names_the_step_and_saves_nothing_bad(
+    config_file: Path, tmp_path: Path
+) -> None:
+    more = (
+        "--config.optim.lr=1e30",
+        "--config.optim.adam_lr=1e30",
+        "--config.optim.max_bad_steps=3",
+    )
+    out = finish(start(config_file, tmp_path, *more), 2)
+    assert "3 steps in a row were not finite" in out and "Traceback" not in out
+    assert list(tmp_path.glob("bad_batch_*.npz"))
+
+
+def test_only_damaged_checkpoints_are_not_overwritten(config_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "50").mkdir(parents=True)
+    out = finish(start(config_file, tmp_path), 2)
+    assert "damaged" in out and "[50]" in out and (tmp_path / "checkpoints" / "50").exists()

@@ -40,7 +40,10 @@ def make_program(config: TrainConfig) -> Program:
 
 
 def abstract_state(program: Program, mesh: jax.sharding.Mesh) -> TrainState:
-    """Shapes, dtypes and shardings of the train state; costs no memory."""
+    """Shapes, dtypes and shardings of the train state; costs no memory.
+
+    Call it outside `jax.set_mesh`: init traces a single row, which no mesh can split.
+    """
     whole = sharding(mesh)
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
@@ -81,18 +84,18 @@ def compile_train(config: TrainConfig, program: Program, mesh: jax.sharding.Mesh
     """The executable train step; it reuses the memory of the state it is given."""
     whole = sharding(mesh)
     step = jax.jit(program.train_step, donate_argnums=0, out_shardings=(whole, whole))
+    state, batch = abstract_state(program, mesh), abstract_batch(config, mesh)
     with jax.set_mesh(mesh):
-        lowered = step.lower(abstract_state(program, mesh), abstract_batch(config, mesh))
-        return lowered.compile(compiler_options())
+        return step.lower(state, batch).compile(compiler_options())
 
 
 def compile_eval(config: TrainConfig, program: Program, mesh: jax.sharding.Mesh) -> Any:
     """The executable eval step: (params, bias, batch) -> LossSums."""
     state = abstract_state(program, mesh)
     step = jax.jit(program.eval_step, out_shardings=sharding(mesh))
+    batch = abstract_batch(config, mesh)
     with jax.set_mesh(mesh):
-        lowered = step.lower(state.params, state.bias_LE, abstract_batch(config, mesh))
-        return lowered.compile(compiler_options())
+        return step.lower(state.params, state.bias_LE, batch).compile(compiler_options())
 
 
 def first_state(program: Program, mesh: jax.sharding.Mesh) -> TrainState:

@@ -45,7 +45,8 @@ def expert_ffn(
       ValueError: shapes, dtypes or names that do not fit. NotImplementedError: `pallas`.
     """
     _check(x_NR, experts_NA, weights_NA, w_in_EPRF, w_out_EFR, activation)
-    args = (x_NR, experts_NA, weights_NA, w_in_EPRF, w_out_EFR, activation)
+    arrays = map(jnp.asarray, (x_NR, experts_NA, weights_NA, w_in_EPRF, w_out_EFR))
+    args = (*arrays, activation)
     match implementation:
         case None | "sorted":
             return sorted_rows.expert_ffn(*args)

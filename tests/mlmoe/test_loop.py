@@ -37,7 +37,7 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts.mkdir()
     rng = random.Random(0)
     for i in range(20):
-        words = [rng.choice("alpha beta gamma delta".split()) for _ in range(20)]
+        words = [rng.choice(["alpha", "beta", "gamma", "delta"]) for _ in range(20)]
         (texts / f"{i}.txt").write_text(f"text {i}: " + " ".join(words))
     path = root / "config.py"
     path.write_text(CONFIG.replace("@PATH@", repr(str(texts))))
@@ -97,7 +97,7 @@ def test_another_config_is_refused_with_what_differs(
     assert "optim.lr: 0.01 -> 0.5" in out and "seed: 0 -> 3" in out and "Traceback" not in out
 
 
-@pytest.mark.parametrize("after", ["step      3/", "step      7/", "step     12/"])
+@pytest.mark.parametrize("after", ["step      3/", "step     12/"])
 def test_killed_and_resumed_equals_never_stopped(
     after: str, config_file: Path, whole_run: tuple[Path, str], tmp_path: Path
 ) -> None:

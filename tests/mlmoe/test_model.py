@@ -67,20 +67,28 @@ def close(a: Any, b: Any, rtol: float) -> None:
     jax.tree.map(check, a, b)
 
 
+def close_to_1e_5(a: Any, b: Any) -> None:
+    close(a, b, 1e-5)
+
+
 ROW = [[1] * 12 + [2] * 17 + [0] * 4]
 
 
-@pytest.mark.parametrize("letter", "FLRDAS")
-@pytest.mark.parametrize("kind", ["none", "block", "window"])
-def test_every_letter_and_residual_learns_everywhere(letter: str, kind: str) -> None:
-    config = residual(small(letter + letter), kind, 1)
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [*((letter * 2, "none") for letter in "FLRDAS"), ("DL", "block"), ("DL", "window")],
+)
+def test_every_letter_and_residual_learns_everywhere(layout: str, kind: str) -> None:
+    config = residual(small(layout), kind, 1)
     (loss, stats), grads = loss_and_grad(config, batch(ROW))
     assert np.isfinite(float(loss))
     assert stats.load_E.shape == (1, 6) and int(stats.load_E.sum()) == 29 * 2
     for path, grad in jax.tree_util.tree_leaves_with_path(grads):
         name = jax.tree_util.keystr(path)
         assert np.isfinite(np.asarray(grad)).all(), name
-        if "read" not in name or kind != "block":  # a read of one source has nothing to weigh
+        # A read of one source has nothing to weigh, and before the first layer there is no output.
+        idle = "read" in name if kind == "block" else "D0']['window" in name
+        if not idle:
             assert float(jnp.abs(grad).max()) > 0.0, f"{name} gets no gradient"
 
 
@@ -97,8 +105,12 @@ def test_packed_equals_separate(layout: str) -> None:
     close(hidden, alone, 1e-5)
 
 
-def test_changing_one_document_moves_no_bit_of_another() -> None:
-    config = small("DAL")
+@pytest.mark.parametrize(("layout", "dense_layers"), [("FL", 2), ("DAL", 1)])
+def test_changing_one_document_moves_nothing_of_another(layout: str, dense_layers: int) -> None:
+    config = small(layout)
+    config = dataclasses.replace(
+        config, moe=dataclasses.replace(config.moe, dense_layers=dense_layers)
+    )
     data = batch(ROW)
     changed = data._replace(tokens_BT=data.tokens_BT.copy())
     changed.tokens_BT[0, 11] += 1
@@ -107,8 +119,11 @@ def test_changing_one_document_moves_no_bit_of_another() -> None:
     apply = jax.jit(model.apply)
     bias = jnp.zeros((config.moe_layers, config.moe.experts))
     a, b = apply(params, bias, data)[0], apply(params, bias, changed)[0]
-    np.testing.assert_array_equal(a[0, :11], b[0, :11])
-    np.testing.assert_array_equal(a[0, 12:29], b[0, 12:29])
+    # Bit for bit, except where sums run on through a boundary (the decay's running sum) or experts
+    # see the tokens of all documents in one matmul, whose rounding depends on a row's place in it.
+    same = np.testing.assert_array_equal if layout == "FL" else close_to_1e_5
+    same(a[0, :11], b[0, :11])
+    same(a[0, 12:29], b[0, 12:29])
     assert float(jnp.abs(a[0, 11] - b[0, 11]).max()) > 0.0
 
 
@@ -183,7 +198,5 @@ def test_initial_parameters_do_not_depend_on_the_number_of_devices() -> None:
 
     model = make_model(small("DL"))
     one = jax.jit(model.init)(jax.random.key(3))
-    mesh = make_mesh()
-    with jax.set_mesh(mesh):
-        eight = jax.jit(model.init, out_shardings=sharding(mesh))(jax.random.key(3))
+    eight = jax.jit(model.init, out_shardings=sharding(make_mesh()))(jax.random.key(3))
     jax.tree.map(np.testing.assert_array_equal, one, eight)

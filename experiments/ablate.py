@@ -26,7 +26,7 @@ from mlmoe.config import TrainConfig, from_dict
 from mlmoe.count import parameters
 from mlmoe.errors import UserError
 
-CALIBRATION_STEPS = 12
+CALIBRATION_STEPS = 30
 
 
 def hybrid(c: ConfigDict) -> None:

@@ -1,6 +1,6 @@
 """The public op: checks the arguments and picks the implementation."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -45,8 +45,8 @@ def expert_ffn(
       ValueError: shapes, dtypes or names that do not fit. NotImplementedError: `pallas`.
     """
     _check(x_NR, experts_NA, weights_NA, w_in_EPRF, w_out_EFR, activation)
-    arrays = map(jnp.asarray, (x_NR, experts_NA, weights_NA, w_in_EPRF, w_out_EFR))
-    args = (*arrays, activation)
+    args: tuple[Any, ...] = (x_NR, experts_NA, weights_NA, w_in_EPRF, w_out_EFR)
+    args = (*map(jnp.asarray, args), activation)
     match implementation:
         case None | "sorted":
             return sorted_rows.expert_ffn(*args)

@@ -61,6 +61,7 @@ def run_arm(name: str, seed: int, seconds: float) -> dict[str, Any]:
     base.seed = seed
     mesh = make_mesh()
     tokenizer = make_tokenizer(base.data.tokenizer)
+    corpus = open_corpus(from_dict(TrainConfig, base.to_dict()).data, tokenizer)
 
     def train(steps: int) -> tuple[Any, Any, float, TrainConfig]:
         base.steps = steps
@@ -69,7 +70,7 @@ def run_arm(name: str, seed: int, seconds: float) -> dict[str, Any]:
         train_step = compile_train(config, program, mesh)
         state = first_state(program, mesh)
         batches = train_batches(
-            open_corpus(config.data, tokenizer),
+            corpus,
             tokenizer=tokenizer,
             context=config.context,
             batch_size=config.batch,
@@ -89,7 +90,7 @@ def run_arm(name: str, seed: int, seconds: float) -> dict[str, Any]:
     state, program, spent, config = train(steps)
     eval_step = compile_eval(config, program, mesh)
     batches, n_bytes = heldout_batches(
-        open_corpus(config.data, tokenizer),
+        corpus,
         tokenizer=tokenizer,
         context=config.context,
         batch_size=config.batch,

@@ -8,8 +8,6 @@ import pytest
 from mlmoe.layers.router import BINS, RouterStats, max_violation, quantile, quantile_sign, route
 from tests.golden import load
 
-ALL = slice(None)
-
 
 def logits_of(scores: np.ndarray) -> np.ndarray:
     s = scores.astype(np.float64)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlmoe.data.config import DataConfig
-from mlmoe.errors import UserError
+from mlmoe.errors import one_of, require
 
 LETTERS = {
     "F": "full softmax attention",
@@ -25,16 +25,6 @@ PRESETS = {
     "interleaved": lambda n: ("DDDL" * n)[: n - 1] + "L",
     "thirds": lambda n: "D" * (n // 3) + "L" * (n - n // 3),
 }
-
-
-def require(ok: bool, message: str) -> None:
-    """Raises UserError(message) unless ok."""
-    if not ok:
-        raise UserError(message)
-
-
-def one_of(name: str, value: str, choices: Sequence[str]) -> None:
-    require(value in choices, f"{name}={value!r}: choose one of {', '.join(choices)}")
 
 
 def positive(prefix: str, config: Any, *names: str) -> None:

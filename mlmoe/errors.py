@@ -1,4 +1,6 @@
-"""The one exception a user is meant to read."""
+"""The one exception a user is meant to read, and the checks that raise it."""
+
+from collections.abc import Sequence
 
 
 class UserError(ValueError):
@@ -6,3 +8,13 @@ class UserError(ValueError):
 
     Entry points print its message without a traceback and exit with code 2.
     """
+
+
+def require(ok: bool, message: str) -> None:
+    """Raises UserError(message) unless ok."""
+    if not ok:
+        raise UserError(message)
+
+
+def one_of(name: str, value: str, choices: Sequence[str]) -> None:
+    require(value in choices, f"{name}={value!r}: choose one of {', '.join(map(repr, choices))}")

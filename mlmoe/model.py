@@ -14,13 +14,13 @@ import jax.numpy as jnp
 
 from mlmoe.config import ModelConfig
 from mlmoe.data.batch import Batch
-from mlmoe.layers.documents import document_ids
 from mlmoe.layers.layer import Layer, LayerSpec, Stream
 from mlmoe.layers.norm import RMSNorm
 from mlmoe.layers.param import OUT, Named, fan_in, param
 from mlmoe.layers.residual import DepthRead
 from mlmoe.layers.router import RouterStats
 from mlmoe.sharding import constrain
+from pallas_kernels.bounded_decay import document_ids
 
 REMAT = {  # what the backward pass may keep from a period; everything else it computes again
     "none": jax.checkpoint_policies.everything_saveable,

@@ -77,13 +77,13 @@ def make_train_step(
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         grads, (sums, stats) = _accumulate(objective, config.accumulate, state, batch)
         scale = 1.0 / jnp.maximum(sums.tokens, 1.0)
-        grad_norm = optax.global_norm(grads) * scale
+        grad_norm = optax.tree.norm(grads) * scale
         clip = jnp.minimum(1.0, c.clip / jnp.maximum(grad_norm, 1e-12))
         grads = jax.tree.map(lambda g: g * (scale * clip), grads)
         rate = optim.schedule(c, config.steps, state.step)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         updates = jax.tree.map(lambda u: u * rate, updates)
-        update_norm = optax.global_norm(updates)
+        update_norm = optax.tree.norm(updates)
         bias_LE = state.bias_LE
         if stats is not None:
             bias_LE = jax.vmap(BALANCE[config.model.moe.balance])(bias_LE, stats)

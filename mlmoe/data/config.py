@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mlmoe.errors import UserError
+from mlmoe.errors import UserError, one_of
 
 SOURCES = ("stdlib", "files", "jsonl", "parquet", "arrayrecord", "bin")
 PACKINGS = ("split", "best_fit")
@@ -28,9 +28,9 @@ class DataConfig:
     prefetch: int  # batches made ahead by one thread
 
     def __post_init__(self) -> None:
-        _one_of("data.packing", self.packing, PACKINGS)
-        _one_of("data.on_bad", self.on_bad, ON_BAD)
-        _one_of("data.bin_dtype", self.bin_dtype, BIN_DTYPES)
+        one_of("data.packing", self.packing, PACKINGS)
+        one_of("data.on_bad", self.on_bad, ON_BAD)
+        one_of("data.bin_dtype", self.bin_dtype, BIN_DTYPES)
         _at_least("data.pack_bins", self.pack_bins, 1)
         _at_least("data.max_line_mb", self.max_line_mb, 1)
         _at_least("data.prefetch", self.prefetch, 0)
@@ -39,7 +39,7 @@ class DataConfig:
         if not self.text_field:
             raise UserError("data.text_field is empty; name the field that holds the text")
         for source, path, weight in self.parts():
-            _one_of("data.source", source, SOURCES)
+            one_of("data.source", source, SOURCES)
             if source != "stdlib" and not path:
                 raise UserError(f"data.path is empty; source {source!r} needs a file, folder, glob")
             if source == "stdlib" and path:
@@ -53,11 +53,6 @@ class DataConfig:
             if len(entry) != 3:
                 raise UserError(f"data.mixture entry {entry!r} must be (source, path, weight)")
         return self.mixture or ((self.source, self.path, 1.0),)
-
-
-def _one_of(name: str, value: str, valid: tuple[str, ...]) -> None:
-    if value not in valid:
-        raise UserError(f"{name}={value!r} is not one of {', '.join(map(repr, valid))}")
 
 
 def _at_least(name: str, value: int, least: int) -> None:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.bounded_decay.chunked import bounded_decay_chunked
+from pallas_kernels.bounded_decay.documents import number_documents
 from pallas_kernels.bounded_decay.ref import bounded_decay_ref, slot_attention_ref
 from pallas_kernels.bounded_decay.slot import slot_attention_chunked
 
@@ -140,15 +141,4 @@ def _fold_padding(inputs, segment_ids_BT):
         real = real_BT.reshape(*real_BT.shape, *(1,) * (x.ndim - 2))
         return jnp.where(real, x, jnp.zeros_like(x))
 
-    return jax.tree.map(fold, inputs), _number_documents(segment_ids_BT, real_BT)
-
-
-def _number_documents(segment_ids_BT, real_BT):
-    """Padding takes the document before it, or the row's first one where nothing came before."""
-    time_T = jnp.arange(real_BT.shape[1])
-    last_real_BT = jax.lax.cummax(jnp.where(real_BT, time_T[None], -1), axis=1)
-    first_real_B = jnp.argmax(real_BT, axis=1)
-    source_BT = jnp.where(last_real_BT < 0, first_real_B[:, None], last_real_BT)
-    held_BT = jnp.take_along_axis(segment_ids_BT, source_BT, axis=1)
-    changed_BT = held_BT != jnp.roll(held_BT, 1, axis=1)
-    return jnp.cumsum(changed_BT.at[:, 0].set(False), axis=1, dtype=jnp.int32)
+    return jax.tree.map(fold, inputs), number_documents(segment_ids_BT)

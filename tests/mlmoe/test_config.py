@@ -37,7 +37,7 @@ def test_every_named_config_is_valid(name: str) -> None:
         ({"steps": True}, "expected int"),
         ({"steps": 0}, "steps=0: must be greater than 0"),
         ({"optim__lr": -1.0}, "optim.lr=-1.0"),
-        ({"optim__name": "adam"}, "choose one of muon, adamw"),
+        ({"optim__name": "adam"}, "choose one of .muon., .adamw."),
         ({"model__layout": "DX"}, "unknown letter 'X'"),
         ({"model__layout": "DLD"}, "set --config.model.layers=3"),
         ({"model__moe__active": 16}, "must be below model.moe.experts=16"),

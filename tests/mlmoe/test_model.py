@@ -154,10 +154,10 @@ def test_a_scanned_stack_equals_the_same_layers_in_a_row() -> None:
 
 def _plain_stack(config: ModelConfig, params: Any, data: Batch) -> float:
     """The loss of three two-layer models in a row: each continues the hidden state of the last."""
-    from mlmoe.layers.documents import document_ids
     from mlmoe.layers.layer import Stream
     from mlmoe.layers.norm import rms_norm
     from mlmoe.model import Period
+    from pallas_kernels.bounded_decay import document_ids
 
     config = residual(config, "none", 1)
     f32 = jnp.dtype("float32")

@@ -1,4 +1,4 @@
-"""The short convolution and document ids: every way a window can leak."""
+"""The short convolution: every way a window can leak."""
 
 import jax
 import jax.numpy as jnp
@@ -6,22 +6,6 @@ import numpy as np
 import pytest
 
 from mlmoe.layers.conv import short_conv
-from mlmoe.layers.documents import document_ids
-
-
-@pytest.mark.parametrize(
-    ("segments", "documents"),
-    [
-        ([1, 1, 1], [1, 1, 1]),
-        ([1, 2, 1], [1, 2, 3]),
-        ([5, 5, 0, 5], [1, 1, 0, 1]),
-        ([0, 0, 7, 7], [0, 0, 1, 1]),
-        ([0, 0], [0, 0]),
-        ([3, 0, 4, 0], [1, 0, 2, 0]),
-    ],
-)
-def test_document_ids(segments: list[int], documents: list[int]) -> None:
-    np.testing.assert_array_equal(document_ids(jnp.array([segments])), [documents])
 
 
 @pytest.mark.parametrize("T", [1, 2, 3, 15, 17])

@@ -14,7 +14,9 @@ Ctrl-C or SIGTERM saves a checkpoint and stops. Exit codes: 0 finished, 2 bad in
 diverged, 130 and 143 stopped by a signal.
 """
 
+import difflib
 import os
+import re
 import sys
 
 from absl import flags
@@ -53,6 +55,7 @@ def apply_overrides(config: ConfigDict, argv: list[str]) -> None:
             raise UserError(f"unexpected argument {a!r}{hint}")
         if "=" not in a:
             raise UserError(f"{a}: write it as {a}=VALUE")
+        check_field(config, a)
     values = flags.FlagValues()
     try:
         config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=argv)
@@ -61,8 +64,23 @@ def apply_overrides(config: ConfigDict, argv: list[str]) -> None:
         raise UserError(f"{' '.join(argv)}: {_text(e)}") from e
 
 
+def check_field(config: ConfigDict, argument: str) -> None:
+    """Refuses `--config.a.b=value` unless the config has a field a.b; names the nearest one."""
+    path = argument.partition("=")[0].removeprefix("--config.").split(".")
+    for depth, name in enumerate(path):
+        if not isinstance(config, ConfigDict) or name not in config:
+            fields = list(config) if isinstance(config, ConfigDict) else []
+            where = ".".join(["config", *path[:depth]])
+            near = difflib.get_close_matches(name, fields, 1)
+            hint = f'. Did you mean "{near[0]}"?' if near else ""
+            has = f"{where} has {', '.join(fields)}" if fields else f"{where} is a single value"
+            raise UserError(f"{argument}: no such field; {has}{hint}")
+        config = config[name]
+
+
 def _text(e: Exception) -> str:
-    return " ".join(str(e.args[0] if e.args else type(e).__name__).split())
+    text = " ".join(str(e.args[0] if e.args else type(e).__name__).split())
+    return re.sub(r"^flag \S+: ", "", text)
 
 
 def available_bytes() -> tuple[int, str]:

@@ -41,7 +41,7 @@ def check_vocab(tokenizer: Tokenizer, model_vocab: int) -> None:
     if tokenizer.vocab_size > model_vocab:
         nearest = -(-tokenizer.vocab_size // 128) * 128  # a multiple of 128 fills TPU lanes
         message = f"the tokenizer has {tokenizer.vocab_size:,} ids, the model's vocabulary holds"
-        raise UserError(f"{message} {model_vocab:,}; set it to {nearest:,}")
+        raise UserError(f"{message} {model_vocab:,}; set --config.model.vocab={nearest}")
 
 
 class ByteTokenizer:

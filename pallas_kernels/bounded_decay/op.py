@@ -1,7 +1,8 @@
 """The public functions: checks, defaults, padding, document numbers, choice of implementation.
 
-Padding (segment 0) is folded in once, here: its q, k, v, g and beta become exact zeros, so a padded
-token neither decays nor feeds the state and garbage there, NaN included, reaches nothing.
+Padding (segment 0) becomes exact zeros of q, k, v, g and beta, so a padded token neither decays nor
+feeds the state and garbage there, NaN included, reaches nothing: here for ref and chunked, on the
+chip for the kernels.
 """
 
 import jax
@@ -11,8 +12,11 @@ from pallas_kernels.bounded_decay.chunked import bounded_decay_chunked
 from pallas_kernels.bounded_decay.documents import number_documents
 from pallas_kernels.bounded_decay.ref import bounded_decay_ref, slot_attention_ref
 from pallas_kernels.bounded_decay.slot import slot_attention_chunked
+from pallas_kernels.bounded_decay.tpu import bounded_decay_pallas, slot_attention_pallas
+from pallas_kernels.platform import on_tpu
 
-IMPLEMENTATIONS = ("ref", "chunked")
+IMPLEMENTATIONS = ("ref", "chunked", "pallas")
+G_MIN, G_TOLERANCE = -5.0, 1e-3
 
 
 def bounded_decay(
@@ -40,25 +44,37 @@ def bounded_decay(
     where o is 0 and the state is left alone, so a document goes on after padding inside it.
     initial_state [B,H,K,V] f32 continues the first document of the row, also when padding comes
     first. scale defaults to K**-0.5.
-    implementation: 'ref' (token by token) or 'chunked'; None is 'chunked'.
+    implementation: 'ref' (token by token), 'chunked' (plain jnp) or 'pallas' (TPU kernels;
+    elsewhere they are interpreted, slowly); None is 'pallas' on a TPU and 'chunked' elsewhere.
 
     Returns o [B,T,H,V] in v's dtype, and the f32 state [B,H,K,V] after the row's last real token
     (initial_state if it has none). Gradients flow to every float input through both.
-    Raises ValueError on a wrong shape or unknown implementation, NotImplementedError on 'pallas'.
+    Raises ValueError on a wrong shape or dtype, an unknown implementation, and g outside
+    [-5, 0]; the last only outside jit, where g has values to look at.
     """
-    implementation = _choose("bounded_decay", implementation)
-    B, T, H, K = _rank_4("bounded_decay", q)
+    op = "bounded_decay"
+    implementation = _choose(op, implementation)
+    B, T, H, K = _rank_4(op, q)
     V = v.shape[-1]
-    _check("bounded_decay", "k", k, (B, T, H, K))
-    _check("bounded_decay", "v", v, (B, T, H, V))
-    _check("bounded_decay", "g", g, (B, T, H, K))
-    _check("bounded_decay", "beta", beta, (B, T, H))
-    _check("bounded_decay", "initial_state", initial_state, (B, H, K, V))
-    _check("bounded_decay", "segment_ids", segment_ids, (B, T))
-    (q, k, v, g, beta), document_BT = _fold_padding((q, k, v, g, beta), segment_ids)
+    _check(op, "q", q, (B, T, H, K))
+    _check(op, "k", k, (B, T, H, K))
+    _check(op, "v", v, (B, T, H, V))
+    _check(op, "g", g, (B, T, H, K))
+    _check(op, "beta", beta, (B, T, H))
+    _check(op, "initial_state", initial_state, (B, H, K, V))
+    _check_segment_ids(op, segment_ids, (B, T))
+    _check_decay(op, g, segment_ids)
     state = _state(initial_state, (B, H, K, V))
+    scale = K**-0.5 if scale is None else scale
+    if implementation == "pallas":
+        document_BT = _marked_documents(segment_ids, (B, T))
+        interpret = not on_tpu()
+        return bounded_decay_pallas(
+            q, k, v, g, beta, state, document_BT, scale, interpret=interpret
+        )
+    (q, k, v, g, beta), document_BT = _fold_padding((q, k, v, g, beta), segment_ids)
     run = bounded_decay_ref if implementation == "ref" else bounded_decay_chunked
-    return run(q, k, v, g, beta, state, document_BT, K**-0.5 if scale is None else scale)
+    return run(q, k, v, g, beta, state, document_BT, scale)
 
 
 def slot_attention(
@@ -82,36 +98,43 @@ def slot_attention(
     initial_state (key slots [B,H,M,K], value slots [B,H,M,V]) f32, and the final state is such a
     pair. Slots not yet written score 0 and share in the softmax. The rest as in bounded_decay.
     """
-    implementation = _choose("slot_attention", implementation)
-    B, T, H, K = _rank_4("slot_attention", q)
+    op = "slot_attention"
+    implementation = _choose(op, implementation)
+    B, T, H, K = _rank_4(op, q)
     V, M = v.shape[-1], s.shape[-1]
     keys, values = (None, None) if initial_state is None else initial_state
-    _check("slot_attention", "k", k, (B, T, H, K))
-    _check("slot_attention", "v", v, (B, T, H, V))
-    _check("slot_attention", "s", s, (B, T, H, M))
-    _check("slot_attention", "g", g, (B, T, H, M))
-    _check("slot_attention", "initial_state[0]", keys, (B, H, M, K))
-    _check("slot_attention", "initial_state[1]", values, (B, H, M, V))
-    _check("slot_attention", "segment_ids", segment_ids, (B, T))
-    (q, k, v, s, g), document_BT = _fold_padding((q, k, v, s, g), segment_ids)
+    _check(op, "q", q, (B, T, H, K))
+    _check(op, "k", k, (B, T, H, K))
+    _check(op, "v", v, (B, T, H, V))
+    _check(op, "s", s, (B, T, H, M))
+    _check(op, "g", g, (B, T, H, M))
+    _check(op, "initial_state[0]", keys, (B, H, M, K))
+    _check(op, "initial_state[1]", values, (B, H, M, V))
+    _check_segment_ids(op, segment_ids, (B, T))
+    _check_decay(op, g, segment_ids)
     states = _state(keys, (B, H, M, K)), _state(values, (B, H, M, V))
-    run = slot_attention_ref if implementation == "ref" else slot_attention_chunked
-    o, states = run(q, k, v, s, g, states, document_BT, K**-0.5 if scale is None else scale)
+    scale = K**-0.5 if scale is None else scale
+    if implementation == "pallas":
+        document_BT = _marked_documents(segment_ids, (B, T))
+        o, states = slot_attention_pallas(
+            q, k, v, s, g, states, document_BT, scale, interpret=not on_tpu()
+        )
+    else:
+        (q, k, v, s, g), document_BT = _fold_padding((q, k, v, s, g), segment_ids)
+        run = slot_attention_ref if implementation == "ref" else slot_attention_chunked
+        o, states = run(q, k, v, s, g, states, document_BT, scale)
     if segment_ids is not None:  # a zero query still averages the slots
         o = jnp.where((segment_ids != 0)[:, :, None, None], o, jnp.zeros_like(o))
     return o, states
 
 
 def _choose(op: str, implementation: str | None) -> str:
-    if implementation == "pallas":
-        raise NotImplementedError(
-            f"{op}: implementation='pallas' is not written yet; valid choices: 'ref', 'chunked'"
-        )
     if implementation not in (None, *IMPLEMENTATIONS):
+        valid = ", ".join(map(repr, IMPLEMENTATIONS))
         raise ValueError(
-            f"{op}: implementation={implementation!r} is unknown; valid choices: 'ref', 'chunked'"
+            f"{op}: implementation={implementation!r} is unknown; valid choices: {valid}"
         )
-    return implementation or "chunked"
+    return implementation or ("pallas" if on_tpu() else "chunked")
 
 
 def _rank_4(op: str, q: jax.Array):
@@ -121,14 +144,50 @@ def _rank_4(op: str, q: jax.Array):
 
 
 def _check(op: str, name: str, x: jax.Array | None, shape: tuple[int, ...]) -> None:
-    if x is not None and x.shape != shape:
+    if x is None:
+        return
+    if x.shape != shape:
         raise ValueError(f"{op}: {name} has shape {x.shape}; to go with q it must be {shape}")
+    if x.dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"{op}: {name} is {x.dtype}; it must be float32 or bfloat16")
+
+
+def _check_segment_ids(op: str, segment_ids: jax.Array | None, shape: tuple[int, ...]) -> None:
+    if segment_ids is None:
+        return
+    if segment_ids.shape != shape:
+        raise ValueError(f"{op}: segment_ids has shape {segment_ids.shape}; it must be {shape}")
+    if segment_ids.dtype != jnp.int32:
+        raise ValueError(f"{op}: segment_ids is {segment_ids.dtype}; it must be int32")
+
+
+def _check_decay(op: str, g: jax.Array, segment_ids: jax.Array | None) -> None:
+    """Looks at the values of g where there are any: not under jit, grad or vmap."""
+    if isinstance(g, jax.core.Tracer) or isinstance(segment_ids, jax.core.Tracer):
+        return
+    real = True if segment_ids is None else (segment_ids != 0)[:, :, None, None]
+    outside = jnp.where(real, jnp.maximum(g, G_MIN - g), 0.0)  # NaN stays
+    worst = float(jnp.max(outside.astype(jnp.float32)))
+    if not worst <= G_TOLERANCE:
+        low, high = float(jnp.min(g)), float(jnp.max(g))
+        raise ValueError(
+            f"{op}: g spans [{low:.6g}, {high:.6g}]; a log decay must lie in [{G_MIN}, 0] "
+            "(bounded_log_decay makes one); below that a 16-token tile overflows"
+        )
 
 
 def _state(initial_state, shape):
     if initial_state is None:
         return jnp.zeros(shape, jnp.float32)
     return initial_state.astype(jnp.float32)
+
+
+def _marked_documents(segment_ids, shape):
+    """Document numbers [B, T], as -1 - number at padding."""
+    if segment_ids is None:
+        return jnp.zeros(shape, jnp.int32)
+    number_BT = number_documents(segment_ids)
+    return jnp.where(segment_ids != 0, number_BT, -1 - number_BT)
 
 
 def _fold_padding(inputs, segment_ids_BT):

@@ -106,5 +106,5 @@ def test_missing_and_broken_files_and_packages(tmp_path, monkeypatch):
 
 def test_check_vocab_names_the_next_multiple_of_128():
     check_vocab(make_tokenizer("bytes"), 258)
-    with pytest.raises(UserError, match="set it to 384"):
+    with pytest.raises(UserError, match=r"--config\.model\.vocab=384"):
         check_vocab(make_tokenizer("bytes"), 257)

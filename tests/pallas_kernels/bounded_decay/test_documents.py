@@ -9,7 +9,8 @@ import pytest
 
 from pallas_kernels.bounded_decay import bounded_decay
 
-IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["ref", "chunked"])
+pytestmark = pytest.mark.usefixtures("short_chunks")
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["ref", "chunked", "pallas"])
 run = jax.jit(bounded_decay, static_argnames="implementation")
 
 # 40 tokens, tiles of 16. Runs of (id, length).
@@ -47,13 +48,14 @@ def _value_and_grads(x, segment_ids, weight, implementation):
     return jax.value_and_grad(loss, has_aux=True)(x)
 
 
-def test_gradients_agree_on_every_layout(make, f32, error):
+@pytest.mark.parametrize("implementation", ["chunked", "pallas"])
+def test_gradients_agree_on_every_layout(make, f32, error, implementation):
     x = f32(make(len(ROWS), 40))
     weight = jnp.cos(jnp.arange(x["v"].size, dtype=jnp.float32)).reshape(x["v"].shape)
-    _, chunked = _value_and_grads(x, jnp.asarray(SEGMENTS), weight, "chunked")
+    _, grads = _value_and_grads(x, jnp.asarray(SEGMENTS), weight, implementation)
     _, ref = _value_and_grads(x, jnp.asarray(SEGMENTS), weight, "ref")
     for name in x:
-        assert error(chunked[name], ref[name]) < 1e-4, name
+        assert error(grads[name], ref[name]) < 1e-4, name
 
 
 @IMPLEMENTATIONS
@@ -71,19 +73,21 @@ def test_nan_at_padding_reaches_nothing(make, f32, implementation):
         assert not np.any(np.asarray(dirty_all[1][name])[SEGMENTS == 0]), name
 
 
-def test_split_with_state_equals_whole_forward_and_backward(make, f32, error):
+@pytest.mark.parametrize("implementation", ["chunked", "pallas"])
+def test_split_with_state_equals_whole_forward_and_backward(make, f32, error, implementation):
     """The gradient through final_state and into initial_state is what carries the second half."""
     x, cut = f32(make(2, 40)), 20
     segments = jnp.asarray(SEGMENTS[[0, 3]])
     state = x.pop("initial_state")
+    op = functools.partial(bounded_decay, implementation=implementation)
 
     def whole(x, state):
-        return bounded_decay(**x, initial_state=state, segment_ids=segments)
+        return op(**x, initial_state=state, segment_ids=segments)
 
     def halves(x, state):
         first, second = ({n: a[:, s] for n, a in x.items()} for s in (np.s_[:cut], np.s_[cut:]))
-        o_1, state = bounded_decay(**first, initial_state=state, segment_ids=segments[:, :cut])
-        o_2, state = bounded_decay(**second, initial_state=state, segment_ids=segments[:, cut:])
+        o_1, state = op(**first, initial_state=state, segment_ids=segments[:, :cut])
+        o_2, state = op(**second, initial_state=state, segment_ids=segments[:, cut:])
         return jnp.concatenate([o_1, o_2], 1), state
 
     # Cut where both rows are inside a document: a state carries no document id.

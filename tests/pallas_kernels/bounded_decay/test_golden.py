@@ -1,4 +1,4 @@
-"""Both implementations against the float64 reference: outputs, states and every gradient."""
+"""All implementations against the float64 reference: outputs, states and every gradient."""
 
 import functools
 
@@ -60,7 +60,7 @@ def _assert_within(errors, output, gradient):
     assert not {n: e for n, e in errors.items() if not e < limits[n]}
 
 
-@pytest.mark.parametrize("implementation", ["ref", "chunked"])
+@pytest.mark.parametrize("implementation", ["ref", "chunked", "pallas"])
 @pytest.mark.parametrize("name", DELTA + ADDITIVE)
 def test_f32(errors, name, implementation):
     _assert_within(errors(name, dtype=jnp.float32, implementation=implementation), 1e-5, 1e-4)
@@ -74,8 +74,9 @@ def test_f32_with_several_tiles_a_chunk(errors, monkeypatch):
     )
 
 
-def test_bf16(errors):
-    got = errors("delta_packed_ragged_pad", dtype=jnp.bfloat16, implementation="chunked")
+@pytest.mark.parametrize("implementation", ["chunked", "pallas"])
+def test_bf16(errors, implementation):
+    got = errors("delta_packed_ragged_pad", dtype=jnp.bfloat16, implementation=implementation)
     _assert_within(got, 5e-3, 2e-2)
 
 

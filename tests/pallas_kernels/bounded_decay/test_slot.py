@@ -9,7 +9,8 @@ import pytest
 
 from pallas_kernels.bounded_decay import slot, slot_attention
 
-IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["ref", "chunked"])
+pytestmark = pytest.mark.usefixtures("short_chunks")
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["ref", "chunked", "pallas"])
 B, T, H, K, V, M = 2, 40, 2, 8, 6, 10
 
 
@@ -29,10 +30,10 @@ def states():
     return tuple(jnp.asarray(rng.normal(size=(B, H, M, n)), jnp.float32) for n in (K, V))
 
 
-@pytest.mark.parametrize("implementation", ["ref", "chunked", "four tiles a chunk"])
+@pytest.mark.parametrize("implementation", ["ref", "chunked", "four tiles a chunk", "pallas"])
 def test_reference(golden, error, monkeypatch, implementation):
     """Here M = 24 slots, K = 16."""
-    if implementation not in ("ref", "chunked"):
+    if implementation == "four tiles a chunk":
         monkeypatch.setattr(slot, "chunk_size", lambda M: 64)
         implementation = "chunked"
     case = golden("slot")
@@ -80,12 +81,13 @@ def _segments():
     return np.array([np.repeat(*zip(*row, strict=True)) for row in rows], np.int32)
 
 
-def test_documents_padding_and_states(x, states, error):
-    """Chunked, with NaN at padding, against ref: values and gradients, through the final state."""
+@pytest.mark.parametrize("implementation", ["chunked", "pallas"])
+def test_documents_padding_and_states(x, states, error, implementation):
+    """With NaN at padding, against ref: values and gradients, through the final state."""
     segments = _segments()
     pad = jnp.asarray(segments == 0)[:, :, None, None]
     dirty = {n: jnp.where(pad, jnp.nan, a) for n, a in x.items()}
-    (_, (o, end)), grads = _everything(dirty, states, jnp.asarray(segments), "chunked")
+    (_, (o, end)), grads = _everything(dirty, states, jnp.asarray(segments), implementation)
     (_, (ref_o, ref_end)), ref_grads = _everything(x, states, jnp.asarray(segments), "ref")
     assert not np.any(np.asarray(o)[segments == 0])
     np.testing.assert_array_equal(end[0][1], states[0][1])

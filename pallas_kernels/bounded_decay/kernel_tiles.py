@@ -1,0 +1,196 @@
+"""What both TPU kernels share: decays, masks, scores and the triangular inverse of one chunk.
+
+Arrays [H, C, K]: the heads of a block come first, so that each stage is done for all of them before
+the next and the compiler can fill one head's waits with another's work. As in tiles.py, exp(G_i -
+G_j) is split so that no factor overflows and nothing an earlier row computes depends on a later g:
+
+    own tile       exp(G_i - anchor) * exp(anchor - G_j)     anchor: G at the tile's first row
+    earlier tiles  exp(G_i - anchor) * exp(anchor - E) * exp(E - G_j)    E: G at j's tile's last row
+
+The first line's second factor reaches exp(75); every other factor is at most 1, so where one
+underflows the product would too. Masks are applied after the matmuls, by `where`.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.bounded_decay.tiles import TILE
+
+
+def einsum(spec: str, x_H, y_H, dtype):
+    """A matmul for each head, operands rounded to `dtype` and summed in f32; f32 is not rounded.
+
+    Head by head because libtpu 0.0.42 converts the operands of a batched product to bf16 with five
+    times the instructions that it needs for a plain one.
+    """
+    product = functools.partial(
+        jnp.einsum,
+        spec.replace("H", ""),
+        precision=jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+    return jnp.stack(
+        [product(x.astype(dtype), y.astype(dtype)) for x, y in zip(x_H, y_H, strict=True)]
+    )
+
+
+def iota(shape: tuple[int, ...], axis: int) -> jax.Array:
+    return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+
+
+def sum_rows(which_CC, x_HCK, dtype):
+    """A 0/1 matrix times x. bf16: x as the sum of two bf16, so that it is exact to 16 bits."""
+    which_HCC = [which_CC] * x_HCK.shape[0]
+    high = x_HCK.astype(dtype)
+    total = einsum("HCD,HDK->HCK", which_HCC, high, dtype)
+    if dtype == jnp.float32:
+        return total
+    low = x_HCK - high.astype(jnp.float32)
+    return total + einsum("HCD,HDK->HCK", which_HCC, low, dtype)
+
+
+def spread(x_HaK, C: int):
+    """One row for each tile -> that row at each of the tile's tokens."""
+    H, tiles, K = x_HaK.shape
+    return jnp.broadcast_to(x_HaK[:, :, None], (H, tiles, C // tiles, K)).reshape(H, C, K)
+
+
+def column(row_H1C):
+    """A value for each token along lanes -> along sublanes, repeated over the lanes: [H, C, C]."""
+    H, _, C = row_H1C.shape
+    return jnp.broadcast_to(row_H1C, (H, C, C)).swapaxes(1, 2)
+
+
+class Masks(NamedTuple):
+    """Where documents end, for one chunk of all heads."""
+
+    earlier_CC: jax.Array  # j < i and both in one document
+    live_C1: jax.Array  # not padding
+    reads_C1: jax.Array  # continues the document of the incoming state
+    writes_C1: jax.Array  # in the document the chunk ends with
+    keeps_11: jax.Array  # the chunk ends with the incoming state's document
+
+    @classmethod
+    def open(cls, document_2C: jax.Array) -> "Masks":
+        """From rows (document, negative at padding: -1 - document; document before the chunk)."""
+        C = document_2C.shape[1]
+        rows_2C = document_2C.astype(jnp.float32)  # f32 transposes; document numbers are < 2^24
+        code_CC = column(rows_2C[None, :1])[0]
+        col_CC = jnp.where(code_CC < 0, -1 - code_CC, code_CC)
+        row_1C = jnp.where(rows_2C[:1] < 0, -1 - rows_2C[:1], rows_2C[:1])
+        before_11, last_11 = rows_2C[1:, :1], row_1C[:, -1:]
+        same_CC = col_CC == row_1C
+        return cls(
+            earlier_CC=same_CC & (iota((C, C), 0) > iota((C, C), 1)),
+            live_C1=code_CC[:, :1] >= 0,
+            reads_C1=col_CC[:, :1] == before_11,
+            writes_C1=col_CC[:, :1] == last_11,
+            keeps_11=last_11 == before_11,
+        )
+
+
+class Decays(NamedTuple):
+    """Factors of exp(G_i - G_j) for one chunk (see the top of the file)."""
+
+    anchor_HaK: jax.Array
+    end_HaK: jax.Array
+    query_HCK: jax.Array  # exp(G_i - anchor) <= 1
+    own_HCK: jax.Array  # exp(anchor - G_j), up to exp(75)
+    key_HCK: jax.Array  # exp(E - G_j) <= 1
+    start_HCK: jax.Array  # exp(G_i): since the chunk began
+    rest_HCK: jax.Array  # exp(G_C - G_j): until the chunk ends
+    whole_H1K: jax.Array  # exp(G_C)
+
+    @classmethod
+    def open(cls, g_HCK: jax.Array, dtype) -> "Decays":
+        H, C, K = g_HCK.shape
+        G_HCK = sum_rows(iota((C, C), 0) >= iota((C, C), 1), g_HCK, dtype)
+        tiles_HaiK = G_HCK.reshape(H, C // TILE, TILE, K)
+        anchor_HaK, end_HaK = tiles_HaiK[:, :, 0], tiles_HaiK[:, :, -1]
+        anchor_HCK, last_H1K = spread(anchor_HaK, C), end_HaK[:, -1:]
+        query_HCK = jnp.exp(G_HCK - anchor_HCK)
+        key_HCK = jnp.exp(spread(end_HaK, C) - G_HCK)
+        return cls(
+            anchor_HaK=anchor_HaK,
+            end_HaK=end_HaK,
+            query_HCK=query_HCK,
+            own_HCK=jnp.exp(anchor_HCK - G_HCK),
+            key_HCK=key_HCK,
+            start_HCK=query_HCK * spread(jnp.exp(anchor_HaK), C),
+            rest_HCK=key_HCK * spread(jnp.exp(last_H1K - end_HaK), C),
+            whole_H1K=jnp.exp(last_H1K),
+        )
+
+    def between(self, a: int) -> jax.Array:
+        """exp(anchor_a - E_b) for the tiles b before a: [H, a, K], at most 1."""
+        return jnp.exp(self.anchor_HaK[:, a : a + 1] - self.end_HaK[:, :a])
+
+    def keys(self, own_HCK, key_HCK, a: int):
+        """The keys up to the end of tile a as its queries see them: [H, 16 (a + 1), K]."""
+        own_HiK = own_HCK[:, a * TILE : (a + 1) * TILE]
+        if a == 0:
+            return own_HiK
+        seen_HjK = key_HCK[:, : a * TILE] * spread(self.between(a), a * TILE)
+        return jnp.concatenate([seen_HjK, own_HiK], 1)
+
+
+def tiles_of(*arrays_HCK):
+    """Yields (tile number a, the rows of tile a of all arrays one above the other)."""
+    for a in range(arrays_HCK[0].shape[1] // TILE):
+        yield a, jnp.concatenate([x[:, a * TILE : (a + 1) * TILE] for x in arrays_HCK], 1)
+
+
+def scores(queries_HCK, own_HCK, key_HCK, decays: Decays, dtype):
+    """sum_K x_i k_j exp(G_i - G_j) of each x in `queries_HCK` (already times `query_HCK`).
+
+    Returns one [H, C, C] for each; entries above the diagonal tiles are 0, those in the upper half
+    of a diagonal tile are finite garbage.
+    """
+    C, rows = own_HCK.shape[1], []
+    for a, x_HiK in tiles_of(*queries_HCK):
+        s_Hij = einsum("HiK,HjK->Hij", x_HiK, decays.keys(own_HCK, key_HCK, a), dtype)
+        s_HiC = jnp.pad(s_Hij, ((0, 0), (0, 0), (0, C - s_Hij.shape[2])))
+        rows.append(jnp.split(s_HiC, len(queries_HCK), axis=1))
+    return [jnp.concatenate(r, 1) for r in zip(*rows, strict=True)]
+
+
+def unit_lower_inverse(A_HCC, dtype):
+    """(I + A)^-1 of strictly lower triangular A.
+
+    Tiles of 16 by forward substitution in f32 on the vector unit, all tiles of a head side by side
+    in the lanes; then the block ladder X - X L X on the matrix unit (see triangular.py).
+    """
+    C = A_HCC.shape[1]
+    row_CC, col_CC = iota((C, C), 0), iota((C, C), 1)
+    X_HiC = _tile_inverses(A_HCC)
+    in_tile_CC = row_CC // TILE == col_CC // TILE
+    X_HCC = jnp.where(in_tile_CC, jnp.concatenate([X_HiC] * (C // TILE), 1), 0.0)
+    size = TILE
+    while size < C:
+        couples_CC = (row_CC // size != col_CC // size) & (
+            row_CC // (2 * size) == col_CC // (2 * size)
+        )
+        L_HCC = jnp.where(couples_CC, A_HCC, 0.0)
+        XL_HCC = einsum("HCD,HDF->HCF", X_HCC, L_HCC, dtype)
+        X_HCC = X_HCC - einsum("HCD,HDF->HCF", XL_HCC, X_HCC, dtype)
+        size *= 2
+    return X_HCC
+
+
+def _tile_inverses(A_HCC):
+    """The inverses of the diagonal tiles of I + A, tile a in the lanes 16 a to 16 a + 15."""
+    H, C, _ = A_HCC.shape
+    lane_HiC = iota((H, TILE, C), 2)
+    A_HiC = jnp.zeros((H, TILE, C), jnp.float32)
+    for a, tile_HiC in tiles_of(A_HCC):
+        A_HiC = jnp.where(lane_HiC // TILE == a, tile_HiC, A_HiC)
+    X_HiC = (iota((H, TILE, C), 1) == lane_HiC % TILE).astype(jnp.float32)
+    flat_rC = A_HiC.reshape(H * TILE, C)  # one row axis: the lane gather takes two dimensions
+    first_rC = lane_HiC.reshape(H * TILE, C) // TILE * TILE
+    for m in range(TILE - 1):  # row m is done; A is 0 in the rows up to it
+        A_m_HiC = jnp.take_along_axis(flat_rC, first_rC + m, axis=1).reshape(H, TILE, C)
+        X_HiC = X_HiC - A_m_HiC * X_HiC[:, m : m + 1]
+    return X_HiC

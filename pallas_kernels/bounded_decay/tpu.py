@@ -1,0 +1,173 @@
+"""The recurrence on the TPU kernels: whole chunks and lanes, the kernels' layout, the gradient.
+
+The kernels want arrays head-first. In a model XLA gives the projections that layout from the start
+and the transposes here cost nothing; arrays that really lie in memory as [B, T, H, K] are copied.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.bounded_decay import kernel
+
+CHUNK = 128  # tokens; fills the matrix unit's 128 x 128 with every product
+
+# Heads a grid step works on at once, forward and backward. More hide more of one head's latency
+# behind another's work until registers spill; bundles a chunk and head by libtpu 0.0.42 for v5p at
+# K = V = 128, bf16. See `python -m pallas_kernels.bench bounded_decay`.
+FORWARD_HEADS, BACKWARD_HEADS = 8, 4
+LANES = 128
+
+
+def bounded_decay_pallas(q, k, v, g, beta, initial_state, document, scale, *, interpret):
+    """As bounded_decay_chunked, but document [B, T] is -1 - number at padding.
+
+    Matmul operands are rounded to q's dtype (bf16: q, k, v with their decays applied, the state,
+    scores, the triangular inverse, w, and their gradients), with f32 sums; all else is f32.
+    """
+    T, K, V = q.shape[1], q.shape[-1], v.shape[-1]
+    inputs = tuple(_head_first(x.astype(q.dtype)) for x in (q, k, v))
+    if beta is not None:
+        beta = _pad(beta.astype(jnp.float32).swapaxes(1, 2)[:, :, None], 1, CHUNK)
+        beta = beta.reshape(*beta.shape[:2], -1, 1, CHUNK)
+    inputs = (*inputs, _head_first(g.astype(jnp.float32)), beta)
+    plan = _plan(q.shape[2], scale, interpret)
+    o, S = _recurrence(inputs, _documents(document), _state_in(initial_state), plan)
+    return _time_second(o, T, V).astype(v.dtype), _state_out(S, K, V)
+
+
+def slot_attention_pallas(q, k, v, s, g, initial_state, document, scale, *, interpret):
+    """As slot_attention_chunked, with document [B, T] as above; two passes of the recurrence.
+
+    Slots do not mix before the softmax, so every 128 of them are a head of their own.
+    """
+    B, T, H, K = q.shape
+    M, V = s.shape[-1], v.shape[-1]
+    keys_BHMK, values_BHMV = initial_state
+    blocks = -(-M // LANES)
+
+    def by_block(x_BTHM):  # [B, T, H, M] -> [B, H blocks, T, 128]
+        x_BTHM = jnp.pad(x_BTHM, ((0, 0), (0, 0), (0, 0), (0, blocks * LANES - M)))
+        return _head_first(x_BTHM.reshape(B, T, H * blocks, LANES))
+
+    def states_by_block(x_BHMV):  # [B, H, M, V] -> [B, H blocks, V, 128]
+        x_BHMV = jnp.pad(x_BHMV, ((0, 0), (0, 0), (0, blocks * LANES - M), (0, 0)))
+        return _state_in(x_BHMV.reshape(B, H * blocks, LANES, -1))
+
+    def states_out(S, width):
+        return _state_out(S, LANES, width).reshape(B, H, blocks * LANES, width)[:, :, :M]
+
+    def repeat(x_BTHK):
+        return _head_first(jnp.repeat(x_BTHK.astype(q.dtype), blocks, axis=2))
+
+    plan, document = _plan(H * blocks, 1.0, interpret), _documents(document)
+    s, g = by_block(s.astype(q.dtype)), by_block(g.astype(jnp.float32))
+    scores, S_keys = _across(repeat(q), s, repeat(k), g, document, states_by_block(keys_BHMK), plan)
+    scores = _time_second(scores, T, LANES).reshape(B, T, H, blocks * LANES)[..., :M]
+    p_BTHM = jax.nn.softmax(scale * scores.astype(jnp.float32))
+    inputs = (by_block(p_BTHM.astype(q.dtype)), s, repeat(v), g, None)
+    o, S_values = _recurrence(inputs, document, states_by_block(values_BHMV), plan)
+    o_BTHV = _time_second(o, T, V).reshape(B, T, H, blocks, V).astype(jnp.float32).sum(3)
+    return o_BTHV.astype(v.dtype), (states_out(S_keys, K), states_out(S_values, V))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _recurrence(inputs, document, state, plan):
+    return kernel.forward(inputs, document, state, plan)[:2]
+
+
+def _recurrence_forward(inputs, document, state, plan):
+    o, final, saved = kernel.forward(inputs, document, state, plan)
+    return (o, final), (inputs, document, saved)
+
+
+def _recurrence_backward(plan, residuals, gradients):
+    inputs, document, saved = residuals
+    do, d_final = gradients
+    *d_inputs, d_state = kernel.backward(inputs, document, saved, do, d_final, plan)
+    return tuple(d_inputs), None, d_state
+
+
+_recurrence.defvjp(_recurrence_forward, _recurrence_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _across(w, k, v, g, document, state, plan):
+    """S_t w_t for every t, and the final state: the additive rule read out over the decaying side.
+
+    The sum over t of o_t . w_t, o the ordinary read-out, is linear in q, and this is its gradient
+    with respect to q. Hence the backward kernel computes it, and its own gradient takes both.
+    """
+    return _across_forward(w, k, v, g, document, state, plan)[0]
+
+
+def _across_forward(w, k, v, g, document, state, plan):
+    inputs = (k, k, v, g, None)  # any q will do
+    _, final, saved = kernel.forward(inputs, document, state, plan)
+    y = kernel.backward(inputs, document, saved, w, jnp.zeros_like(state), plan)[0]
+    return (y, final), (w, k, v, g, document, state, saved)
+
+
+def _across_backward(plan, residuals, gradients):
+    w, k, v, g, document, state, saved = residuals
+    dy, d_final = gradients
+    inputs = (dy, k, v, g, None)
+    dw = kernel.forward(inputs, document, state, plan)[0]
+    _, dk, dv, dg, _, d_state = kernel.backward(inputs, document, saved, w, d_final, plan)
+    return dw, dk, dv, dg, None, d_state
+
+
+_across.defvjp(_across_forward, _across_backward)
+
+
+def _plan(heads: int, scale: float, interpret) -> kernel.Plan:
+    return kernel.Plan(
+        scale=scale,
+        chunk=CHUNK,
+        forward_heads=_divisor(heads, FORWARD_HEADS),
+        backward_heads=_divisor(heads, BACKWARD_HEADS),
+        interpret=interpret,
+    )
+
+
+def _divisor(n: int, most: int) -> int:
+    return max(d for d in range(1, most + 1) if n % d == 0)
+
+
+def _pad(x, rows: int, lanes: int):
+    """Zeros up to multiples of `rows` and `lanes` in the last two axes."""
+    rest = [(0, 0)] * (x.ndim - 2)
+    return jnp.pad(x, [*rest, (0, -x.shape[-2] % rows), (0, -x.shape[-1] % lanes)])
+
+
+def _head_first(x_BTHK):
+    return _pad(x_BTHK.swapaxes(1, 2), CHUNK, LANES)
+
+
+def _time_second(x_BHTK, T: int, K: int):
+    return x_BHTK[:, :, :T, :K].swapaxes(1, 2)
+
+
+def _state_in(S_BHKV):
+    return _pad(S_BHKV.swapaxes(2, 3), LANES, LANES)
+
+
+def _state_out(S_BHVK, K: int, V: int):
+    return S_BHVK[:, :, :V, :K].swapaxes(2, 3)
+
+
+def _documents(document_BT):
+    """Rows (document, document before the chunk) of each chunk: int32 [B, N, 2, C].
+
+    Tokens that fill up the last chunk count as padding of the row's last document.
+    """
+    B, T = document_BT.shape
+    number_BT = jnp.where(document_BT < 0, -1 - document_BT, document_BT)
+    fill_BT = jnp.broadcast_to(-1 - number_BT[:, -1:], (B, -T % CHUNK))
+    document_BNC = jnp.concatenate([document_BT, fill_BT], 1).reshape(B, -1, CHUNK)
+    last_BN1 = document_BNC[:, :-1, -1:]
+    last_BN1 = jnp.where(last_BN1 < 0, -1 - last_BN1, last_BN1)
+    before_BN1 = jnp.pad(last_BN1, ((0, 0), (1, 0), (0, 0)))
+    before_BNC = jnp.broadcast_to(before_BN1, document_BNC.shape)
+    return jnp.stack([document_BNC, before_BNC], 2).astype(jnp.int32)

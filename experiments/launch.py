@@ -27,6 +27,7 @@ from configs.scales import SCALES
 from mlmoe.config import TrainConfig, from_dict
 from mlmoe.count import parameters, training_bytes
 from mlmoe.errors import UserError
+from pallas_kernels.libtpu import describe_no_tpu
 
 
 def parse(argv: list[str]) -> TrainConfig:
@@ -128,6 +129,7 @@ def main(argv: list[str]) -> int:
     if not argv or {"-h", "--help", "--helpfull", "--helpshort"} & set(argv):
         print((__doc__ or "").format(stages=", ".join(configs.STAGES), scales=", ".join(SCALES)))
         return 0 if argv else 2
+    describe_no_tpu()
     try:
         config = parse(argv)
         check_fits(config)

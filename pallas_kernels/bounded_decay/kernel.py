@@ -42,13 +42,14 @@ def _forward(inputs, document, S_in, o, S_out, saved, state, *, plan: Plan, dtyp
     def _():
         state[...] = S_in[0]
 
-    saved.S_BHNVK[0, :, 0] = state[...].astype(dtype)
+    if saved is not None:
+        saved.S_BHNVK[0, :, 0] = state[...].astype(dtype)
     masks = Masks.open(document[0, 0])
     x = Inputs.open(masks, *_chunk_of(inputs))
     o_HCV, S_HVK, X_HCC = forward_chunk(x, masks, state[...], plan.scale, dtype)
     o[0] = o_HCV.astype(o.dtype)
     state[...] = S_HVK
-    if X_HCC is not None:
+    if saved is not None and X_HCC is not None:
         saved.X_BHNCC[0, :, 0] = X_HCC.astype(dtype)
 
     @pl.when(n == pl.num_programs(2) - 1)
@@ -110,6 +111,9 @@ class _Blocks:
         beta = self.chunks(1, self.C) if delta else None
         return (self.tokens(K), self.tokens(K), self.tokens(V), self.tokens(K), beta)
 
+    def saved(self, K: int, V: int, delta: bool) -> Saved:
+        return Saved(self.chunks(V, K), self.chunks(self.C, self.C) if delta else None)
+
 
 def _params(plan: Plan) -> pltpu.CompilerParams:
     return pltpu.CompilerParams(
@@ -118,30 +122,27 @@ def _params(plan: Plan) -> pltpu.CompilerParams:
     )
 
 
-def forward(inputs, document_BN2C, S_BHVK, plan: Plan):
-    """(o [B,H,T,V], final state [B,H,V,K] f32, Saved). inputs: q, k [B,H,T,K], v [B,H,T,V], g f32,
-    beta [B,H,N,1,C] f32 or None; document_BN2C as `Masks.open` takes it."""
+def forward(inputs, document_BN2C, S_BHVK, plan: Plan, *, save: bool):
+    """(o [B,H,T,V], final state [B,H,V,K] f32, Saved if `save` else None).
+
+    inputs: q, k [B,H,T,K], v [B,H,T,V], g f32, beta [B,H,N,1,C] f32 or None; document_BN2C as
+    `Masks.open` takes it.
+    """
     q, _, v, _, beta = inputs
     B, H, T, K = q.shape
     V, C, N, dtype = v.shape[-1], plan.chunk, T // plan.chunk, q.dtype
-    block = _Blocks(plan.forward_heads, plan, N, reverse=False)
+    block, delta = _Blocks(plan.forward_heads, plan, N, reverse=False), beta is not None
     shape = jax.ShapeDtypeStruct
+    saved = Saved(shape((B, H, N, V, K), dtype), shape((B, H, N, C, C), dtype) if delta else None)
     return pl.pallas_call(
         functools.partial(_forward, plan=plan, dtype=dtype),
         grid=(B, H // plan.forward_heads, N),
-        in_specs=(block.inputs(K, V, beta is not None), block.documents(), block.state(V, K)),
-        out_specs=(
-            block.tokens(V),
-            block.state(V, K),
-            Saved(block.chunks(V, K), None if beta is None else block.chunks(C, C)),
-        ),
+        in_specs=(block.inputs(K, V, delta), block.documents(), block.state(V, K)),
+        out_specs=(block.tokens(V), block.state(V, K), block.saved(K, V, delta) if save else None),
         out_shape=(
             shape((B, H, T, V), v.dtype),
             shape((B, H, V, K), jnp.float32),
-            Saved(
-                shape((B, H, N, V, K), dtype),
-                None if beta is None else shape((B, H, N, C, C), dtype),
-            ),
+            saved if save else None,
         ),
         scratch_shapes=[pltpu.VMEM((plan.forward_heads, V, K), jnp.float32)],
         compiler_params=_params(plan),
@@ -154,7 +155,7 @@ def backward(inputs, document_BN2C, saved: Saved, do_BHTV, dS_BHVK, plan: Plan):
     """Gradients (q, k, v, g, beta or None, initial state), laid out as in `forward`."""
     q, _, v, _, beta = inputs
     B, H, T, K = q.shape
-    V, C, N, dtype = v.shape[-1], plan.chunk, T // plan.chunk, q.dtype
+    V, N, dtype = v.shape[-1], T // plan.chunk, q.dtype
     block = _Blocks(plan.backward_heads, plan, N, reverse=True)
     specs = block.inputs(K, V, beta is not None)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (*inputs, dS_BHVK))
@@ -164,7 +165,7 @@ def backward(inputs, document_BN2C, saved: Saved, do_BHTV, dS_BHVK, plan: Plan):
         in_specs=(
             specs,
             block.documents(),
-            Saved(block.chunks(V, K), None if beta is None else block.chunks(C, C)),
+            block.saved(K, V, beta is not None),
             block.tokens(V),
             block.state(V, K),
         ),

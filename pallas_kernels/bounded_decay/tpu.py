@@ -74,11 +74,11 @@ def slot_attention_pallas(q, k, v, s, g, initial_state, document, scale, *, inte
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _recurrence(inputs, document, state, plan):
-    return kernel.forward(inputs, document, state, plan)[:2]
+    return kernel.forward(inputs, document, state, plan, save=False)[:2]
 
 
 def _recurrence_forward(inputs, document, state, plan):
-    o, final, saved = kernel.forward(inputs, document, state, plan)
+    o, final, saved = kernel.forward(inputs, document, state, plan, save=True)
     return (o, final), (inputs, document, saved)
 
 
@@ -104,7 +104,7 @@ def _across(w, k, v, g, document, state, plan):
 
 def _across_forward(w, k, v, g, document, state, plan):
     inputs = (k, k, v, g, None)  # any q will do
-    _, final, saved = kernel.forward(inputs, document, state, plan)
+    _, final, saved = kernel.forward(inputs, document, state, plan, save=True)
     y = kernel.backward(inputs, document, saved, w, jnp.zeros_like(state), plan)[0]
     return (y, final), (w, k, v, g, document, state, saved)
 
@@ -113,7 +113,7 @@ def _across_backward(plan, residuals, gradients):
     w, k, v, g, document, state, saved = residuals
     dy, d_final = gradients
     inputs = (dy, k, v, g, None)
-    dw = kernel.forward(inputs, document, state, plan)[0]
+    dw = kernel.forward(inputs, document, state, plan, save=False)[0]
     _, dk, dv, dg, _, d_state = kernel.backward(inputs, document, saved, w, d_final, plan)
     return dw, dk, dv, dg, None, d_state
 

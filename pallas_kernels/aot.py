@@ -1,0 +1,83 @@
+"""Compiling for a TPU that is not here: the real compiler (libtpu, extra `[plan]`), on a CPU.
+
+It proves that a program lowers and fits, and shows how it is scheduled. It says nothing about
+numbers, and about time only what a schedule says (see schedule.py).
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels.libtpu import describe_no_tpu
+
+
+class Chip(NamedTuple):
+    """Public figures of one chip. Times in seconds, sizes in bytes, rates a second."""
+
+    topology: str
+    cores: int  # that a kernel's parallel grid axes are split over
+    matrix_units: int  # a core's
+    matrix_rows: int  # rows and columns of a matrix unit
+    clock: float
+    peak_flops: float  # bf16
+    hbm_rate: float
+    hbm_bytes: float  # that a program may use
+
+
+CHIPS = {
+    "v5p": Chip("v5p:2x2x1", 2, 4, 128, 1.75e9, 459e12, 2.765e12, 95.7e9),
+    "v6e": Chip("v6e:2x2", 1, 2, 256, 1.75e9, 918e12, 1.64e12, 31.2e9),
+}
+
+
+class MissingCompiler(RuntimeError):
+    """libtpu is not installed."""
+
+
+def prepare(dump: Path | None = None) -> None:
+    """Sets what libtpu reads from the environment; call it before the first `mesh`.
+
+    dump: a folder for the schedules of everything this process compiles for TPU from then on.
+    """
+    describe_no_tpu()
+    if dump is not None:
+        dump.mkdir(parents=True, exist_ok=True)
+        flags = (
+            f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true "
+            "--xla_jf_dump_llo_pass_label_regex=(original|final|schedule).*"
+        )
+        os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}".strip()
+
+
+def mesh(chip: str) -> Mesh:
+    """One described chip of that kind, as a mesh.
+
+    Raises:
+      ValueError: no such chip.
+      MissingCompiler: libtpu is not installed.
+    """
+    if chip not in CHIPS:
+        raise ValueError(f"chip {chip!r} is unknown; choose one of {', '.join(CHIPS)}")
+    try:
+        import libtpu  # noqa: F401
+    except ImportError as e:
+        raise MissingCompiler(
+            "the TPU compiler is not installed: pip install 'mlmoe[plan]' (Linux only)"
+        ) from e
+    prepare()
+    found = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip].topology)
+    return Mesh(found.devices[:1], ("data",), axis_types=(AxisType.Auto,))
+
+
+def compile_for(chip: str, f: Callable[..., Any], *args: Any) -> Any:
+    """The compiled f for one chip; args are (pytrees of) jax.ShapeDtypeStruct."""
+    on = mesh(chip)
+    where = NamedSharding(on, PartitionSpec())
+    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), args)
+    with jax.set_mesh(on):
+        return jax.jit(f).trace(*args).lower(lowering_platforms=("tpu",)).compile()

@@ -21,6 +21,7 @@ from mlmoe.layers.conv import ShortConv
 from mlmoe.layers.linear import project
 from mlmoe.layers.norm import RMSNorm, l2_norm
 from mlmoe.layers.param import OUT, fan_in, param, zeros
+from mlmoe.sharding import per_shard
 from pallas_kernels.bounded_decay import bounded_decay, bounded_log_decay, slot_attention
 
 
@@ -99,11 +100,17 @@ class IncrementalAttention(nn.Module):
         g = Gate(self.config, self.dtype, width, name="decay")(x_BTD)
         if self.letter == "S":  # what a slot forgets is what it can be written
             s_BTHM = -jnp.expm1(g).astype(self.dtype)
-            return slot_attention(q, k, v, s_BTHM, g, segment_ids=document_BT)[0]
+            return _by_rows(slot_attention, document_BT, q, k, v, s_BTHM, g)
         if self.letter == "A":
-            return bounded_decay(q, k, v, g, segment_ids=document_BT)[0]
+            return _by_rows(bounded_decay, document_BT, q, k, v, g)
         w_beta = param(self, "w_beta", fan_in(D), (D, H), "embed heads")
         beta_BTH = c.beta_max * jax.nn.sigmoid(
             project("BTD,DH->BTH", x_BTD, w_beta).astype(jnp.float32)
         )
-        return bounded_decay(q, k, v, g, beta_BTH, segment_ids=document_BT)[0]
+        return _by_rows(bounded_decay, document_BT, q, k, v, g, beta_BTH)
+
+
+def _by_rows(op: Any, document_BT: jax.Array, *inputs: jax.Array) -> jax.Array:
+    """The op's output, each device on its own rows: XLA cannot split a TPU kernel by itself."""
+    run = lambda document_BT, *x: (op(*x, segment_ids=document_BT)[0], ())  # noqa: E731
+    return per_shard(run, (document_BT, *inputs), ())[0]

@@ -1,0 +1,49 @@
+"""The kernels compiled by the real TPU compiler at production shapes: VMEM and temporaries."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import aot, bench, schedule
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="needs libtpu, which has wheels for Linux only (extra [plan])",
+)
+
+
+@pytest.mark.parametrize("T", [8192, 65536])
+@pytest.mark.parametrize("chip", ["v5p", "v6e"])
+def test_gradient_at_full_width(chip, T):
+    """96 heads of 128: 0.42 GB of temporaries were measured for 8,192 tokens; they grow with T."""
+    shape = bench.Shape(B=1, T=T, H=96, K=128, V=128)
+    f = bench.function_of("pallas", "forward+backward")
+    compiled = aot.compile_for(chip, f, *bench.arguments(shape, jnp.bfloat16))
+    assert len(schedule.kernel_names(compiled.as_text())) == 2
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.5e9 * T / 8192
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("heads", "K", "V"), [(1, 128, 128), (3, 64, 96), (2, 256, 128)])
+def test_other_widths_compile(heads, K, V, dtype):
+    shape = bench.Shape(B=2, T=200, H=heads, K=K, V=V)
+    f = bench.function_of("pallas", "forward+backward")
+    aot.compile_for("v5p", f, *bench.arguments(shape, dtype))
+
+
+def test_none_is_the_kernel_where_the_trace_is_for_a_tpu():
+    from pallas_kernels.bounded_decay import bounded_decay
+
+    q, _, v, g, beta, _ = (
+        jax.ShapeDtypeStruct((a.shape[0], a.shape[2], a.shape[1], *a.shape[3:]), a.dtype)
+        for a in bench.arguments(bench.Shape(1, 128, 2, 128, 128), jnp.bfloat16)
+    )
+    compiled = aot.compile_for("v5p", lambda *a: bounded_decay(*a)[0], q, q, v, g, beta)
+    assert len(schedule.kernel_names(compiled.as_text())) == 1
+
+
+def test_an_unknown_chip_is_named():
+    with pytest.raises(ValueError, match="chip 'v4' is unknown; choose one of v5p, v6e"):
+        aot.mesh("v4")

@@ -1,6 +1,7 @@
 """Named configurations: `stage`, `stage:scale`, or the path of a config file."""
 
 import importlib
+import importlib.machinery
 import importlib.util
 from pathlib import Path
 
@@ -24,14 +25,20 @@ def load(name: str) -> ConfigDict:
       UserError: no such stage, scale or file; names the valid ones.
     """
     stage, _, scale = name.partition(":")
-    if stage.endswith(".py"):
-        config = _from_file(Path(stage))
+    path = Path(stage).expanduser()
+    if stage not in STAGES and (path.suffix == ".py" or "/" in stage or path.exists()):
+        if scale:
+            raise UserError(
+                f"--config={name}: a config file sets its own scale; give --config={stage} and, in "
+                f"the file, configs.load('8k:{scale}')"
+            )
+        config = _from_file(path)
     elif stage in STAGES:
         config = importlib.import_module(f"configs.{stage}").get_config()
     else:
         raise UserError(
             f"--config={name}: no such stage; choose one of {', '.join(STAGES)} "
-            f"(with :{', :'.join(SCALES)}), or give the path of a config file ending in .py"
+            f"(with :{', :'.join(SCALES)}), or give the path of a config file, such as ./my.py"
         )
     if scale or not config.scale:
         scale = scale or "2p8t"
@@ -44,9 +51,10 @@ def load(name: str) -> ConfigDict:
 
 
 def _from_file(path: Path) -> ConfigDict:
-    if not path.exists():
+    if not path.is_file():
         raise UserError(f"--config={path}: no such file")
-    spec = importlib.util.spec_from_file_location("config_file", path)
+    loader = importlib.machinery.SourceFileLoader("config_file", str(path))
+    spec = importlib.util.spec_from_loader("config_file", loader)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     try:

@@ -7,8 +7,8 @@
 --config is STAGE or STAGE:SCALE. Stages: {stages}. Scales: {scales} (2p8t if not given).
 Any field of configs/base.py can be overridden:
 
-    --config.steps=2000 --config.optim.lr=0.01 --config.model.layout=DDDL --config.data.source=files
-    --config.data.path=~/my/texts --config.workdir=runs/mine
+    --config.steps=2000 --config.optim.lr=0.01 --config.model.layout=DDDL --config.model.layers=4
+    --config.data.source=files --config.data.path=~/my/texts --config.workdir=runs/mine
 
 Ctrl-C or SIGTERM saves a checkpoint and stops. Exit codes: 0 finished, 2 bad input or a run that
 diverged, 130 and 143 stopped by a signal.
@@ -16,8 +16,8 @@ diverged, 130 and 143 stopped by a signal.
 
 import difflib
 import os
-import re
 import sys
+from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -27,6 +27,7 @@ from configs.scales import SCALES
 from mlmoe.config import TrainConfig, from_dict
 from mlmoe.count import parameters, training_bytes
 from mlmoe.errors import UserError
+from mlmoe.stop import leave
 from pallas_kernels.libtpu import describe_no_tpu
 
 
@@ -36,6 +37,8 @@ def parse(argv: list[str]) -> TrainConfig:
     Raises:
       UserError: no --config, an unknown stage, scale, field or positional leftover, a wrong type.
     """
+    if "--config" in argv:
+        raise UserError("write --config=8k:tiny, with an equals sign")
     names = [a.partition("=")[2] for a in argv if a.startswith("--config=")]
     if len(names) != 1 or not names[0]:
         raise UserError(
@@ -57,12 +60,23 @@ def apply_overrides(config: ConfigDict, argv: list[str]) -> None:
         if "=" not in a:
             raise UserError(f"{a}: write it as {a}=VALUE")
         check_field(config, a)
-    values = flags.FlagValues()
-    try:
-        config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=argv)
-        values(["launch", *argv])
-    except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as e:
-        raise UserError(f"{' '.join(argv)}: {_text(e)}") from e
+        values = flags.FlagValues()
+        try:
+            config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=[a])
+            values(["launch", a])
+        except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as e:
+            default = _field(config, a)
+            raise UserError(
+                f"{a}: expected {type(default).__name__}, such as {default!r}"
+                if not isinstance(default, ConfigDict)
+                else f"{a}: is a section; set one of its fields: {', '.join(default)}"
+            ) from e
+
+
+def _field(config: ConfigDict, argument: str) -> Any:
+    for name in argument.partition("=")[0].removeprefix("--config.").split("."):
+        config = config[name]
+    return config
 
 
 def check_field(config: ConfigDict, argument: str) -> None:
@@ -77,11 +91,6 @@ def check_field(config: ConfigDict, argument: str) -> None:
             has = f"{where} has {', '.join(fields)}" if fields else f"{where} is a single value"
             raise UserError(f"{argument}: no such field; {has}{hint}")
         config = config[name]
-
-
-def _text(e: Exception) -> str:
-    text = " ".join(str(e.args[0] if e.args else type(e).__name__).split())
-    return re.sub(r"^flag \S+: ", "", text)
 
 
 def available_bytes() -> tuple[int, str]:
@@ -143,4 +152,9 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        exit_code = main(sys.argv[1:])
+    except KeyboardInterrupt:
+        print("\nstopped by SIGINT before the first step: nothing to save")
+        exit_code = 130
+    leave(exit_code)  # whatever still runs in a thread after an error must not speak after it

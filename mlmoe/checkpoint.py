@@ -66,6 +66,14 @@ class Checkpoints:
         """Every step that has a directory, sound or not."""
         return manifest.directories(self.root)
 
+    def sound(self, step: int) -> bool:
+        """Whether every file of `step` is what was written; reads all of them."""
+        try:
+            manifest.read(self.root / str(step), read_arrays=True)
+        except manifest.Damaged:
+            return False
+        return True
+
     def latest_meta(self) -> dict[str, Any] | None:
         """`meta` of the newest complete step, or None.
 

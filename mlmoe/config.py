@@ -5,6 +5,7 @@ between fields. `from_dict` is the only way in, so a missing, unknown or mistype
 """
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -51,10 +52,10 @@ class AttentionConfig:
         positive("model.attention", self, *names)
         for name in ("head_dim", "rope_dim"):
             value = getattr(self, name)
+            near = " or ".join(str(v) for v in (value - 1, value + 1) if v > 0)
             require(
                 value % 2 == 0,
-                f"model.attention.{name}={value}: rotary pairs need an even width; "
-                f"nearest: {value - 1} or {value + 1}",
+                f"model.attention.{name}={value}: rotary pairs need an even width; nearest: {near}",
             )
 
 
@@ -166,6 +167,7 @@ class ModelConfig:
             f"model.layout={self.layout!r}: unknown letter {''.join(unknown)!r}; use the presets "
             f"{', '.join(PRESETS)} or the letters {meanings}",
         )
+        require(bool(self.layout), "model.layout is empty: use a preset or one letter a layer")
         require(
             len(self.letters) == self.layers,
             f"model.layout={self.layout!r} has {len(self.letters)} letters but model.layers="
@@ -206,9 +208,12 @@ class OptimConfig:
         for name in ("warmup", "weight_decay", "z_loss"):
             value = getattr(self, name)
             require(value >= 0, f"optim.{name}={value}: must be >= 0")
-        for name in ("decay", "final_lr", "momentum", "b1", "b2"):
+        for name in ("decay", "final_lr"):
             value = getattr(self, name)
             require(0 <= value <= 1, f"optim.{name}={value}: must be in [0, 1]")
+        for name in ("momentum", "b1", "b2"):
+            value = getattr(self, name)
+            require(0 <= value < 1, f"optim.{name}={value}: must be in [0, 1)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,9 +295,11 @@ def _convert(kind: Any, value: Any, name: str) -> Any:
         return from_dict(typing.cast(type, kind), value, name)
     if isinstance(kind, types.GenericAlias):  # tuple[tuple[str, str, float], ...]
         require(isinstance(value, Sequence), f"{name}={value!r}: expected a tuple")
-        return tuple(tuple(v) if isinstance(v, Sequence) else v for v in value)
+        return tuple(tuple(v) if isinstance(v, list | tuple) else v for v in value)
     if kind is float and type(value) is int:
         return float(value)
+    if kind is float and type(value) is float:
+        require(math.isfinite(value), f"{name}={value}: must be a finite number")
     require(type(value) is kind, f"{name}={value!r}: expected {kind.__name__}")
     return value
 

@@ -66,9 +66,10 @@ def training_bytes(config: TrainConfig) -> int:
     """A lower bound of the memory a step needs over all devices.
 
     f32 parameters, gradients and optimizer moments (at least one a parameter), and the layer inputs
-    of one micro-batch. What XLA needs on top is only known to its compiler.
+    and one chunk of logits of a micro-batch. What XLA needs on top is only known to its compiler.
     """
     c = config.model
     state = 4 * parameters(c).total * (3 if config.optim.name == "muon" else 4)
     tokens = math.ceil(config.batch / config.accumulate) * config.context
-    return state + 4 * tokens * c.d_model * c.layers
+    logits = 2 * 4 * tokens * min(c.vocab, c.vocab_chunk)  # and their gradient
+    return state + 4 * tokens * c.d_model * c.layers + logits

@@ -41,6 +41,9 @@ def evaluate(
     total = LossSums(*(jnp.zeros(()) for _ in LossSums._fields))
     for batch in batches:
         check()
+        # One batch in flight: a queue of them would delay a stop, and simulated devices can
+        # deadlock on one.
+        jax.block_until_ready(total)
         total = jax.tree.map(jnp.add, total, eval_step(params, bias_LE, batch))
     nats, tokens = float(total.nats), float(total.tokens)
     return {

@@ -6,6 +6,7 @@
 Stopping anywhere leaves a complete checkpoint or nothing.
 """
 
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -39,6 +40,7 @@ from mlmoe.report import final_report, read_summary
 from mlmoe.sharding import make_mesh
 from mlmoe.step import Metrics, TrainState
 from mlmoe.stop import Stopped, StopSignal, leave
+from mlmoe.workdir import Workdir
 
 # What may change between the runs of one workdir; any other difference makes it another run.
 MAY_CHANGE = {
@@ -52,7 +54,7 @@ class Run:
 
     def __init__(self, config: TrainConfig, checkpoints: Checkpoints, stop: StopSignal):
         self.config, self.checkpoints, self.stop = config, checkpoints, stop
-        self.workdir = Path(config.workdir)
+        self.workdir = Path(config.workdir).expanduser()
         self.mesh = make_mesh()
         self.tokenizer = make_tokenizer(config.data.tokenizer)
         check_vocab(self.tokenizer, config.model.vocab)
@@ -77,7 +79,9 @@ class Run:
         self.eval_step: Any = None
 
     def heldout(self, max_bytes: int) -> tuple[list[Batch], int]:
-        """Held-out batches on the devices, and the bytes of text in them."""
+        """Held-out batches on the devices (none if data.heldout=0), and the bytes in them."""
+        if not self.config.data.heldout:
+            return [], 0
         batches, n_bytes = heldout_batches(self.corpus, max_bytes=max_bytes, **self.heldout_args)
         return [put(b, self.mesh) for b in batches], n_bytes
 
@@ -121,29 +125,43 @@ def train(config: TrainConfig) -> None:
       UserError: bad input, the workdir of another run, or too many bad steps in a row.
     """
     check_devices(config, jax.device_count())
-    with StopSignal() as stop, Checkpoints(config.workdir, keep=config.keep) as checkpoints:
+    owner = Workdir(config.workdir) if jax.process_index() == 0 else contextlib.nullcontext()
+    path = Path(config.workdir).expanduser()
+    with owner, StopSignal() as stop, Checkpoints(path, keep=config.keep) as checkpoints:
         run = Run(config, checkpoints, stop)
         check_same_run(run.meta, checkpoints.latest_meta(), config.workdir)
         if is_finished(run):
             return
         print(run.corpus.describe())
-        print(
-            f"compiling for {jax.device_count()} {jax.default_backend()} device(s) ...", flush=True
-        )
         try:
-            began = time.time()
+            run_steps(run, *prepare(run))
+        except jax.errors.JaxRuntimeError as e:
+            if "RESOURCE_EXHAUSTED" not in str(e):
+                raise
+            raise UserError(
+                f"out of memory: {str(e).splitlines()[0]}. Try a smaller --config.batch "
+                f"(now {config.batch}) or a larger --config.accumulate (now {config.accumulate})"
+            ) from e
+
+
+def prepare(run: Run) -> tuple[Any, TrainState]:
+    """The compiled train step (None if no step is left to do) and the state to go on from."""
+    config, stop, began = run.config, run.stop, time.time()
+    where = f"{jax.device_count()} {jax.default_backend()} device(s)"
+    print(f"compiling for {where} ...", flush=True)
+    try:
+        state = stop.run(run.start)
+        train_step = None
+        if run.start_step < config.steps:
             train_step = stop.run(lambda: compile_train(config, run.program, run.mesh))
-            state = stop.run(run.start)
-        except Stopped as e:
-            saved = checkpoints.steps()
-            kept = f"; step {saved[-1]} is kept" if saved else ""
-            print(f"\nstopped by {e} before the first step: nothing to save{kept}")
-            leave(e.code)  # the compilation goes on in its thread: only _exit ends it
-        seconds = time.time() - began
-        print(
-            f"ready after {seconds:.1f} s; at step {run.start_step} of {config.steps}", flush=True
-        )
-        run_steps(run, train_step, state)
+    except Stopped as e:
+        saved = run.checkpoints.steps()
+        kept = f"; step {saved[-1]} is kept" if saved else ""
+        print(f"\nstopped by {e} before the first step: nothing to save{kept}")
+        leave(e.code)  # the compilation goes on in its thread: only _exit ends it
+    took = f"ready after {time.time() - began:.1f} s"
+    print(f"{took}; at step {run.start_step} of {config.steps}", flush=True)
+    return train_step, state
 
 
 def run_steps(run: Run, train_step: Any, state: TrainState) -> None:
@@ -152,7 +170,8 @@ def run_steps(run: Run, train_step: Any, state: TrainState) -> None:
     log = MetricsLog(run.workdir, step)
     progress = Progress(config.steps, step)
     heldout, n_bytes = run.heldout(config.eval_bytes)
-    reader = StepReader(run, log, progress, n_bytes / max(1, count_targets(heldout)))
+    bytes_per_token = n_bytes / count_targets(heldout) if heldout else float("nan")
+    reader = StepReader(run, log, progress, bytes_per_token)
     try:
         while step < config.steps:
             run.stop.check()
@@ -164,7 +183,7 @@ def run_steps(run: Run, train_step: Any, state: TrainState) -> None:
             if step % config.save_every == 0 or last:
                 reader.flush()
                 run.save(step, state)
-            if step % config.eval_every == 0 and not last:
+            if step % config.eval_every == 0 and heldout and not last:
                 reader.flush()
                 values = run.evaluate(state, heldout, n_bytes, progress.say)
                 log.write("eval", step, values)
@@ -255,15 +274,23 @@ def check_same_run(new: dict[str, Any], old: dict[str, Any] | None, workdir: str
 
 
 def is_finished(run: Run) -> bool:
-    """Says so when the workdir already holds step `config.steps`, and how to go on."""
+    """Says so when the workdir holds a later step than `config.steps`, or that one and its report.
+
+    Where the report was interrupted, or the checkpoint is damaged since, the run goes on instead:
+    `restore` finds what is sound, and the report is made from it.
+    """
     done = run.checkpoints.steps()
     if not done or done[-1] < run.config.steps:
+        return False
+    report = read_summary(run.workdir, done[-1])
+    again = done[-1] == run.config.steps and not (report and run.checkpoints.sound(done[-1]))
+    if again:
         return False
     print(
         f"finished: {run.workdir} holds step {done[-1]} of {run.config.steps}. "
         f"To go on: --config.steps={2 * done[-1]}. To start afresh: --config.workdir=<new folder>"
     )
-    print(read_summary(run.workdir))
+    print(report)
     return True
 
 

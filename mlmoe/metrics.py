@@ -4,15 +4,20 @@ Values arrive as device scalars and are read when the *next* step is already que
 device never waits for the host.
 """
 
+import contextlib
 import json
 import math
+import shutil
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
+
+from mlmoe.errors import UserError
 
 COLUMNS = ("loss", "bits_per_byte", "tokens_per_s", "grad_norm", "lr", "max_vio")
 
@@ -30,29 +35,70 @@ class MetricsLog:
     """
 
     def __init__(self, workdir: Path, start_step: int):
-        from tensorboardX import SummaryWriter
-
-        workdir.mkdir(parents=True, exist_ok=True)
         self.path = workdir / "metrics.jsonl"
-        kept = [r for r in read_metrics(self.path) if r["step"] <= start_step]
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(r) + "\n" for r in kept))
-        temporary.replace(self.path)
-        self._file = self.path.open("a")
-        self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=start_step + 1)
+        with _writing(self.path):
+            kept = [r for r in read_metrics(self.path) if r["step"] <= start_step]
+            temporary = self.path.with_suffix(".tmp")
+            temporary.write_text("".join(json.dumps(r) + "\n" for r in kept))
+            temporary.replace(self.path)
+            self._file = self.path.open("a")
+            self._board = _Board(workdir / "tensorboard", start_step + 1)
 
     def write(self, kind: str, step: int, values: dict[str, float]) -> None:
-        """One record; `kind` is train or eval."""
-        record = {"kind": kind, "step": step, **values}
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
-        for name, value in values.items():
-            if math.isfinite(value):
-                self._board.add_scalar(f"{kind}/{name}", value, step)
+        """One record; `kind` is train or eval. Raises UserError where the disk takes no more."""
+        with _writing(self.path):
+            self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+            self._file.flush()
+            self._board.write(kind, step, values)
 
     def close(self) -> None:
-        self._file.close()
-        self._board.close()
+        with contextlib.suppress(OSError):  # a full disk was reported when it was written to
+            self._file.close()
+        with contextlib.suppress(OSError):
+            self._board.close()
+
+
+class _Board:
+    """TensorBoard's event file, written in this thread.
+
+    tensorboardX's SummaryWriter writes in a thread of its own, which dies on a full disk and leaves
+    the training loop waiting for it forever.
+    """
+
+    def __init__(self, folder: Path, purge_step: int):
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto import event_pb2
+        from tensorboardX.summary import scalar
+
+        folder.mkdir(exist_ok=True)
+        self._event, self._scalar = event_pb2.Event, scalar
+        self._writer = EventsWriter(str(folder / "events"))
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._write(step=purge_step, session_log=start)  # older records from here on are void
+
+    def _write(self, **content: Any) -> None:
+        self._writer.write_event(self._event(wall_time=time.time(), **content))
+        self._writer.flush()
+
+    def write(self, kind: str, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            if math.isfinite(value):
+                self._write(step=step, summary=self._scalar(f"{kind}/{name}", value))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        free = shutil.disk_usage(path.parent).free
+        raise UserError(
+            f"{path} cannot be written: {e.strerror} ({free / 1e6:,.1f} MB free). "
+            "The checkpoints are intact; the same command goes on from the newest"
+        ) from e
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

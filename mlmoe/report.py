@@ -16,17 +16,20 @@ if TYPE_CHECKING:
     from mlmoe.loop import Run
 
 PROMPT = "def "
+SUMMARY = "summary.json"
 
 
 def final_report(run: "Run", state: TrainState, log: MetricsLog) -> None:
     """Evaluates on the held-out documents, samples, plots, prints, and writes summary.json."""
-    config = run.config
-    batches, n_bytes = run.heldout(config.final_eval_bytes)
-    values = run.evaluate(state, batches, n_bytes, print)
-    log.write("eval", config.steps, values)
-    run.stop.check()
-    limit = config.final_eval_bytes
-    baselines = baseline_bits(run.corpus, tokenizer=run.tokenizer, max_bytes=limit)
+    config, limit = run.config, run.config.final_eval_bytes
+    batches, n_bytes = run.heldout(limit)
+    bits, baselines = None, {}
+    if batches:
+        values = run.evaluate(state, batches, n_bytes, print)
+        log.write("eval", config.steps, values)
+        bits = values["bits_per_byte"]
+        run.stop.check()
+        baselines = baseline_bits(run.corpus, tokenizer=run.tokenizer, max_bytes=limit)
     run.stop.check()
     text = sample(run, state) if config.sample_tokens else ""
     if jax.process_index() == 0:
@@ -34,13 +37,15 @@ def final_report(run: "Run", state: TrainState, log: MetricsLog) -> None:
         plot_losses(read_metrics(log.path), baselines, plot)
         summary = {
             "step": config.steps,
-            "heldout_bits_per_byte": values["bits_per_byte"],
+            "heldout_bits_per_byte": bits,
             "heldout_bytes": n_bytes,
             "baselines": baselines,
             "sample": text,
         }
-        (run.workdir / "summary.json").write_text(json.dumps(summary, indent=2))
-        print(read_summary(run.workdir))
+        path = run.workdir / SUMMARY
+        path.with_suffix(".tmp").write_text(json.dumps(summary, indent=2))
+        path.with_suffix(".tmp").replace(path)
+        print(read_summary(run.workdir, config.steps))
 
 
 def sample(run: "Run", state: TrainState) -> str:
@@ -62,15 +67,18 @@ def sample(run: "Run", state: TrainState) -> str:
     return PROMPT + tokenizer.decode(ids)
 
 
-def read_summary(workdir: Path) -> str:
-    """The report of a finished run as text; '' when it has not been written."""
-    path = workdir / "summary.json"
-    if not path.exists():
+def read_summary(workdir: Path, step: int) -> str:
+    """The report of a run that finished at `step` as text; '' when it has not been written."""
+    try:
+        found: dict[str, Any] = json.loads((workdir / SUMMARY).read_text())
+    except (FileNotFoundError, ValueError):
         return ""
-    found: dict[str, Any] = json.loads(path.read_text())
+    if found["step"] != step:
+        return ""
     scores = {"this model": found["heldout_bits_per_byte"], **found["baselines"]}
     width = max(map(len, scores))
-    rows = [f"  {name:<{width}}  {value:6.3f}" for name, value in scores.items()]
+    rows = [f"  {name:<{width}}  {value:6.3f}" for name, value in scores.items() if value]
+    rows = rows or ["  no held-out documents (data.heldout=0)"]
     paths = {
         "checkpoint": workdir / "checkpoints" / str(found["step"]),
         "metrics": workdir / "metrics.jsonl",

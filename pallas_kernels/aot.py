@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 
 from pallas_kernels.libtpu import describe_no_tpu
 
@@ -77,7 +77,7 @@ def mesh(chip: str) -> Mesh:
 def compile_for(chip: str, f: Callable[..., Any], *args: Any) -> Any:
     """The compiled f for one chip; args are (pytrees of) jax.ShapeDtypeStruct."""
     on = mesh(chip)
-    where = NamedSharding(on, PartitionSpec())
+    where = SingleDeviceSharding(on.devices.flat[0])
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), args)
     with jax.set_mesh(on):
         return jax.jit(f).trace(*args).lower(lowering_platforms=("tpu",)).compile()

@@ -14,7 +14,7 @@ RANKS = (
     ("errors",),
     ("data.config",),
     ("config",),
-    ("sharding", "count", "stop"),
+    ("sharding", "count", "stop", "workdir"),
     ("data",),
     ("layers",),
     ("model",),

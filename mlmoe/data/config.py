@@ -8,6 +8,7 @@ SOURCES = ("stdlib", "files", "jsonl", "parquet", "arrayrecord", "bin")
 PACKINGS = ("split", "best_fit")
 ON_BAD = ("raise", "skip")
 BIN_DTYPES = ("uint16", "uint32")
+_ENTRY = ((str, str, float), (str, str, int))  # of a mixture
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,11 @@ class DataConfig:
     def parts(self) -> tuple[tuple[str, str, float], ...]:
         """The (source, path, weight) triples to read: the mixture, or the single source."""
         for entry in self.mixture:
-            if len(entry) != 3:
-                raise UserError(f"data.mixture entry {entry!r} must be (source, path, weight)")
+            if not isinstance(entry, tuple) or tuple(map(type, entry)) not in _ENTRY:
+                raise UserError(
+                    f"data.mixture entry {entry!r} must be (source, path, weight), such as "
+                    "('jsonl', 'texts.jsonl', 0.5)"
+                )
         return self.mixture or ((self.source, self.path, 1.0),)
 
 

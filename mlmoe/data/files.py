@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mlmoe.data.documents import check_text, decode_text, stable_hash
+from mlmoe.data.documents import BadDocument, check_text, decode_text, stable_hash
 from mlmoe.errors import UserError
 
 # Third-party packages differ from machine to machine, and tests hold text in broken encodings.
@@ -74,7 +74,12 @@ class TextFiles:
 
     def __getitem__(self, index: int) -> str:
         where = self.name(index)
-        return check_text(decode_text((self._root / self._names[index]).read_bytes(), where), where)
+        try:
+            data = (self._root / self._names[index]).read_bytes()
+        except OSError as e:
+            message = f"{self._root / self._names[index]}: {e.strerror}"
+            raise BadDocument("unreadable file", message) from None
+        return check_text(decode_text(data, where), where)
 
     def name(self, index: int) -> str:
         return self._names[index]

@@ -10,6 +10,7 @@ the context alone, so that
 is the same for every batch size.
 """
 
+import bisect
 import heapq
 import itertools
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ import numpy as np
 
 from mlmoe.data.batch import Batch
 from mlmoe.data.documents import Document
-from mlmoe.data.packing import OpenRows, best_fit, to_batch
+from mlmoe.data.packing import OpenRows, to_batch
 from mlmoe.data.pipeline import check_sizes, encode_document
 from mlmoe.data.sources import Corpus
 from mlmoe.data.tokenizers import Tokenizer
@@ -62,7 +63,7 @@ def heldout_batches(
     for first in range(0, len(rows.tokens), batch_size):
         mine = range(first + process_index * size, first + (process_index + 1) * size)
         batches.append(to_batch([rows.row(r) for r in mine]))
-    return batches, sum(len(text.encode()) for _, text in chosen)
+    return batches, sum(_text_bytes(tokenizer, document) for document, _ in chosen)
 
 
 def cut(tokens: np.ndarray, length: int) -> list[np.ndarray]:
@@ -83,24 +84,43 @@ def _chosen(corpus: Corpus, tokenizer: Tokenizer, max_bytes: int) -> Iterator[tu
         if not len(document):
             continue
         text = document if isinstance(document, str) else tokenizer.decode(document)
-        total += len(text.encode())
-        if total > max_bytes and total > len(text.encode()):
+        size = _text_bytes(tokenizer, document)
+        total += size
+        if total > max_bytes and total > size:
             return
         yield document, text
     if not total:
         raise UserError("no held-out document; set data.heldout above 0, for example 0.05")
 
 
+def _text_bytes(tokenizer: Tokenizer, document: Document) -> int:
+    return len(document.encode()) if isinstance(document, str) else tokenizer.count_bytes(document)
+
+
 def _pack(pieces: list[np.ndarray], length: int, batch_size: int) -> OpenRows:
     """Best fit of the pieces, longest first, into a multiple of `batch_size` rows."""
-    order = sorted(range(len(pieces)), key=lambda i: -len(pieces[i]))
-    room = np.full(len(pieces), length)
     row_of = np.zeros(len(pieces), np.int64)
-    for i in order:
-        row_of[i] = best_fit(room, len(pieces[i]))
-        room[row_of[i]] -= len(pieces[i])
-    used = int(np.max(row_of)) + 1
+    used = 0
+    rows_with: dict[int, list[int]] = {}  # room -> heap of the rows that have it
+    rooms: list[int] = []  # its keys, ascending
+    for i in sorted(range(len(pieces)), key=lambda i: -len(pieces[i])):
+        at = bisect.bisect_left(rooms, len(pieces[i]))
+        if at < len(rooms):
+            room = rooms[at]
+            row = heapq.heappop(rows_with[room])
+            if not rows_with[room]:
+                del rows_with[room], rooms[at]
+        else:
+            room, row = length, used
+            used += 1
+        row_of[i] = row
+        left = room - len(pieces[i])
+        if left and left not in rows_with:
+            rows_with[left] = []
+            bisect.insort(rooms, left)
+        if left:
+            heapq.heappush(rows_with[left], row)
     rows = OpenRows(-(-used // batch_size) * batch_size, length)
-    for piece, row in zip(pieces, row_of, strict=True):
-        rows.put(int(row), piece)
+    for piece, where in zip(pieces, row_of, strict=True):
+        rows.put(int(where), piece)
     return rows

@@ -48,12 +48,6 @@ def to_batch(rows: Sequence[Row]) -> Batch:
     )
 
 
-def best_fit(room: np.ndarray, size: int) -> int:
-    """The row with the least `room` [rows] that still holds `size` tokens, or -1."""
-    row = int(np.argmin(np.where(room >= size, room, np.iinfo(np.int64).max)))
-    return row if room[row] >= size else -1
-
-
 class OpenRows:
     """`bins` rows being filled side by side."""
 
@@ -64,7 +58,10 @@ class OpenRows:
         self._count = np.zeros(bins, np.int32)
 
     def best_fit(self, size: int) -> int:
-        return best_fit(self.tokens.shape[1] - self.used, size)
+        """The row with the least room that still holds `size` tokens, or -1."""
+        room = self.tokens.shape[1] - self.used
+        row = int(np.argmin(np.where(room >= size, room, np.iinfo(np.int64).max)))
+        return row if room[row] >= size else -1
 
     def put(self, row: int, piece: np.ndarray) -> None:
         start, end = self.used[row], self.used[row] + len(piece)

@@ -95,9 +95,12 @@ def open_corpus(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
     parts = []
     for source, path, weight in config.parts():
         name = f"{source}:{path}" if path else source
-        documents = _open(source, path, config, tokenizer, bad)
-        if documents.n_bytes <= READ_WHOLE_BYTES:
-            documents = Loaded(documents, bad)
+        try:
+            documents = _open(source, path, config, tokenizer, bad)
+            if documents.n_bytes <= READ_WHOLE_BYTES:
+                documents = Loaded(documents, bad)
+        except OSError as e:
+            raise UserError(f"{name}: {e.filename or path}: {e.strerror or e}") from None
         if not len(documents):
             reasons = ", ".join(f"{n} {r}" for r, n in bad.counts.items()) or "nothing in it"
             raise UserError(f"{name}: no usable document ({reasons})")
@@ -133,6 +136,14 @@ def _open(
             return TokenFiles(path, config.bin_dtype, tokenizer, bad)
 
 
+def _between_copies(keys: np.ndarray, count: int) -> int:
+    """The nearest cut of ascending `keys` at or above `count` that parts no equal ones, or below;
+    0 where all are equal."""
+    cuts = np.flatnonzero(keys[1:] != keys[:-1]) + 1
+    above = cuts[cuts >= count]
+    return int(above[0] if len(above) else cuts[-1] if len(cuts) else 0)
+
+
 def _split(
     documents: Documents, heldout: float, name: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -143,7 +154,9 @@ def _split(
     if heldout:
         if len(keys) < 2:
             message = f"{name}: one document cannot be split into training and held-out ones"
-            raise UserError(f"{message}; add documents or set data.heldout=0")
-        count = min(max(count, 1), len(keys) - 1)
+            raise UserError(f"{message}; add documents, or train on it with data.heldout=0")
+        count = _between_copies(keys[order], min(max(count, 1), len(keys) - 1))
+        if not count:
+            raise UserError(f"{name}: all {len(keys):,} documents are copies of one; add others")
     chosen = order[:count]
     return np.sort(order[count:]), chosen, keys[chosen]

@@ -30,6 +30,8 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Any) -> str: ...
 
+    def count_bytes(self, ids: np.ndarray) -> int: ...  # of UTF-8 text that the ids stand for
+
 
 def make_tokenizer(spec: str) -> Tokenizer:
     """'bytes', or the path of a Hugging Face tokenizer.json."""
@@ -40,8 +42,12 @@ def check_vocab(tokenizer: Tokenizer, model_vocab: int) -> None:
     """Raises UserError where the tokenizer makes ids that the model has no row for."""
     if tokenizer.vocab_size > model_vocab:
         nearest = -(-tokenizer.vocab_size // 128) * 128  # a multiple of 128 fills TPU lanes
-        message = f"the tokenizer has {tokenizer.vocab_size:,} ids, the model's vocabulary holds"
-        raise UserError(f"{message} {model_vocab:,}; set --config.model.vocab={nearest}")
+        chunk = max(c for c in range(128, min(nearest, 16_384) + 1, 128) if nearest % c == 0)
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size:,} ids, the model's vocabulary holds "
+            f"{model_vocab:,}; set --config.model.vocab={nearest} "
+            f"--config.model.vocab_chunk={chunk}"
+        )
 
 
 class ByteTokenizer:
@@ -61,6 +67,9 @@ class ByteTokenizer:
         flat = np.asarray(ids).reshape(-1)
         kept = flat[(flat >= 0) & (flat < 256)].astype(np.uint8)
         return kept.tobytes().decode("utf-8", errors="replace")
+
+    def count_bytes(self, ids: np.ndarray) -> int:
+        return int(np.sum(ids < 256))  # decoding would make three bytes of each one it cannot read
 
 
 class HuggingFaceTokenizer:
@@ -114,6 +123,9 @@ class HuggingFaceTokenizer:
         flat = np.asarray(ids).reshape(-1)
         kept = (flat >= 0) & (flat < self._known) & (flat != self.bos_id) & (flat != self.eos_id)
         return self._tokenizer.decode(flat[kept].tolist(), skip_special_tokens=False)
+
+    def count_bytes(self, ids: np.ndarray) -> int:
+        return len(self.decode(ids).encode())
 
 
 def _with_special_ends(data: bytes) -> str:

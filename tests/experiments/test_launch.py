@@ -35,7 +35,15 @@ def test_fields_are_overridden() -> None:
         (["--config=8k:tiny", "--config.steps=1e3"], "config.steps=1e3"),
         (["--config=8k:tiny", "--config.steps"], "--config.steps=VALUE"),
         (["--config=8k:tiny", "--config.model=3"], "config.model=3"),
+        (["--config=8k:tiny", "--config.model.tie_head=maybe"], "expected bool, such as False"),
+        (["--config=8k:tiny", "--config.optim.lr=inf"], "optim.lr=inf: must be a finite number"),
+        (["--config=8k:tiny", "--config.steps.x=1"], "config.steps is a single value"),
+        (["--config=8k:tiny", "--config.data.mixture=(1,2)"], "entry 1 must be (source, path"),
+        (["--config=8k:tiny", "--config.model.layout="], "model.layout is empty"),
         (["--config=8k:tiny", "--config=8k:tiny"], "exactly one"),
+        (["--config", "8k:tiny"], "with an equals sign"),
+        (["--config=mine.py:tiny"], "sets its own scale"),
+        (["--config=./mine"], "no such file"),
     ],
 )
 def test_a_bad_command_line_is_one_clear_message(args: list[str], says: str) -> None:
@@ -45,12 +53,12 @@ def test_a_bad_command_line_is_one_clear_message(args: list[str], says: str) -> 
 
 
 def test_a_config_file_works(tmp_path: Path) -> None:
-    path = tmp_path / "mine.py"
-    path.write_text(
-        "import configs\n\ndef get_config():\n    c = configs.load('8k:tiny')\n"
-        "    c.steps = 3\n    return c\n"
-    )
-    assert launch.parse([f"--config={path}"]).steps == 3
+    for path in (tmp_path / "mine", tmp_path / "mine.py"):
+        path.write_text(
+            "import configs\n\ndef get_config():\n    c = configs.load('8k:tiny')\n"
+            "    c.steps = 3\n    return c\n"
+        )
+        assert launch.parse([f"--config={path}"]).steps == 3
     path.write_text("def get_config():\n    return 3\n")
     with pytest.raises(UserError, match="returned int"):
         launch.parse([f"--config={path}"])

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -88,6 +89,25 @@ def test_a_finished_run_says_so_and_how_to_go_on(
 ) -> None:
     out = finish(start(config_file, whole_run[0]))
     assert "finished" in out and "--config.steps=28" in out and "this model" in out
+
+
+def test_an_interrupted_report_is_made_by_the_next_run(
+    config_file: Path, whole_run: tuple[Path, str], tmp_path: Path
+) -> None:
+    workdir = shutil.copytree(whole_run[0], tmp_path / "copy")
+    (workdir / "summary.json").write_text('{"step": 1')  # cut short, as by a kill
+    out = finish(start(config_file, workdir))
+    assert "at step 14 of 14" in out and "this model" in out
+    assert (workdir / "summary.json").read_text() == (whole_run[0] / "summary.json").read_text()
+    assert losses(workdir) == losses(whole_run[0])
+
+
+def test_one_document_trains_without_held_out_text(config_file: Path, tmp_path: Path) -> None:
+    text = tmp_path / "one.txt"
+    text.write_text("alpha beta gamma " * 50)
+    more = (f"--config.data.path={text}", "--config.steps=1", "--config.data.heldout=0")
+    assert "no held-out documents" in finish(start(config_file, tmp_path / "w", *more))
+    assert "data.heldout=0" in finish(start(config_file, tmp_path / "w", *more[:2]), 2)
 
 
 def test_another_config_is_refused_with_what_differs(

@@ -7,6 +7,7 @@ import pytest
 
 from mlmoe.data import baseline_bits, heldout_batches, heldout_texts, make_tokenizer
 from mlmoe.data.baselines import _trigram_counts
+from mlmoe.data.heldout import _pack
 from mlmoe.errors import UserError
 
 BYTES = make_tokenizer("bytes")
@@ -91,6 +92,28 @@ def test_token_files_are_counted_in_bytes_of_text(open_file):
     batches, n_bytes = heldout_batches(corpus, **ALL, context=CONTEXT, batch_size=2)
     assert set(texts) <= set(TEXTS)
     assert sum(b.weights_BT.sum() for b in batches) == n_bytes + len(texts)
+
+
+def test_token_files_count_bytes_that_are_no_text(open_file):
+    """0xff is one byte; decoded it would be the three of U+FFFD."""
+    ids = np.full(400, 255, np.uint16)
+    ids[np.cumsum(np.arange(28))] = 257  # documents of different lengths, lest they be copies
+    corpus = open_file("bin", "x.bin", ids.tobytes(), heldout=0.3)
+    batches, n_bytes = heldout_batches(corpus, **ALL, context=32, batch_size=2)
+    assert n_bytes == sum(int(np.sum(b.weights_BT * (b.targets_BT < 256))) for b in batches)
+
+
+def test_packing_is_best_fit_longest_first():
+    rng = np.random.default_rng(0)
+    pieces = [np.full(n, i + 1) for i, n in enumerate(rng.integers(1, 34, size=300))]
+    rows = _pack(pieces, 33, 4)
+    room, where = np.full(300, 33), {}
+    for i in sorted(range(300), key=lambda i: -len(pieces[i])):
+        fits = np.where(room >= len(pieces[i]), room, 99)
+        where[i] = int(np.argmin(fits))
+        room[where[i]] -= len(pieces[i])
+    for i, row in where.items():
+        assert i + 1 in rows.tokens[row]
 
 
 def _probability(counts, history, symbol):

@@ -7,7 +7,7 @@ import grain
 import numpy as np
 import pytest
 
-from mlmoe.data.packing import OpenRows, PackedRows, Row, best_fit, to_batch
+from mlmoe.data.packing import OpenRows, PackedRows, Row, to_batch
 
 LENGTH = 9  # tokens a row
 # Empty; shorter, as long as and longer than a row by one; the length at which the shared token
@@ -115,8 +115,9 @@ def test_rows_side_by_side_come_from_different_documents(packing):
 
 
 def test_best_fit_chooses_the_fullest_row_that_has_room():
-    room = np.array([9, 4, 2, 5])
-    assert [best_fit(room, n) for n in (1, 2, 3, 5, 6, 10)] == [2, 2, 1, 3, 0, -1]
+    rows = OpenRows(4, 10)
+    rows.used[:] = [1, 6, 8, 5]
+    assert [rows.best_fit(n) for n in (1, 2, 3, 5, 6, 10)] == [2, 2, 1, 3, 0, -1]
 
 
 def test_segments_restart_in_every_row():

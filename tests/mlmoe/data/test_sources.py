@@ -1,7 +1,9 @@
 """What each source reads, and how it is split into training and held-out documents."""
 
+import dataclasses
 import gzip
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -87,6 +89,33 @@ def test_rows_are_held_out_by_content_not_by_place(open_texts):
     forward = open_texts(TEXTS, heldout=0.3).parts[0]
     backward = open_texts(TEXTS[::-1] + TEXTS[:9], heldout=0.3).parts[0]
     assert set(forward.heldout) == set(backward.heldout)  # copies too are on one side
+
+
+def test_copies_are_never_parted(open_texts):
+    for heldout in (0.001, 0.3, 0.999):
+        part = open_texts(["one"] * 5 + ["two"] * 20, heldout=heldout).parts[0]
+        assert not set(part.train) & set(part.heldout)
+        assert len(part.train) and len(part.heldout)
+    with pytest.raises(UserError, match="all 5 documents are copies of one"):
+        open_texts(["one"] * 5, heldout=0.3)
+
+
+def test_a_file_that_cannot_be_read_is_a_bad_document(make_config, tmp_path, monkeypatch):
+    for name in ("a.txt", "b.txt", "c.txt"):
+        (tmp_path / name).write_text(name)
+    read = Path.read_bytes
+
+    def denied(path):
+        if path.name == "b.txt":
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    config = make_config(source="files", path=str(tmp_path))
+    with pytest.raises(UserError, match=r"b\.txt: Permission denied .*on_bad='skip'"):
+        open_corpus(config, BYTES)
+    corpus = open_corpus(dataclasses.replace(config, on_bad="skip"), BYTES)
+    assert corpus.skipped == {"unreadable file": 1}
 
 
 def test_files_are_held_out_by_name(make_config, tmp_path):

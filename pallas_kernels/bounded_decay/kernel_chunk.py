@@ -52,7 +52,7 @@ def forward_chunk(x: Inputs, masks: Masks, S_HVK, scale: float, dtype):
     S' = exp(G_C) S + (exp(G_C - G) k)^T w
     """
     C = x.q_HCK.shape[1]
-    d = Decays.open(x.g_HCK, dtype)
+    d = Decays.open(x.g_HCK, masks, dtype)
     own, key = x.k_HCK * d.own_HCK, x.k_HCK * d.key_HCK
     if x.beta_HC1 is None:
         (A_qk,) = scores([x.q_HCK * d.query_HCK], own, key, d, dtype)
@@ -97,7 +97,7 @@ def backward_chunk(x: Inputs, masks: Masks, S_HVK, X, do_HCV, dS_HVK, scale: flo
     q, k, beta = x.q_HCK, x.k_HCK, x.beta_HC1
     do = live(do_HCV.astype(jnp.float32) * scale, masks)
     S = S_HVK.astype(jnp.float32)
-    d = Decays.open(x.g_HCK, dtype)
+    d = Decays.open(x.g_HCK, masks, dtype)
     own, key = k * d.own_HCK, k * d.key_HCK
     queries = [q * d.query_HCK] if beta is None else [q * d.query_HCK, k * d.query_HCK]
     A = [jnp.where(masks.earlier_CC, s, 0.0) for s in scores(queries, own, key, d, dtype)]
@@ -131,11 +131,12 @@ def backward_chunk(x: Inputs, masks: Masks, S_HVK, X, do_HCV, dS_HVK, scale: flo
     dk_column += dk_rest
     dq, dk_row = drows[0], 0.0 if beta is None else drows[1]
     # Whatever q or k is multiplied by exp(+-G) with carries the gradient of G, and g_t is in every
-    # G from t on. A token's read of its own write is not among them.
+    # G of its document from t on. A token's read of its own write is not among them.
     kept = jnp.where(masks.keeps_11, d.whole_H1K, 0.0)
     last = jnp.sum(k * dk_rest, 1, keepdims=True) + kept * jnp.sum(dS_HVK * S, 1, keepdims=True)
-    later_CC = iota((C, C), 0) <= iota((C, C), 1)
-    dg = sum_rows(later_CC, q * dq + k * (dk_row - dk_column), dtype) + last
+    later_CC = masks.same_CC & (iota((C, C), 0) <= iota((C, C), 1))
+    dg = sum_rows(later_CC, q * dq + k * (dk_row - dk_column), dtype)
+    dg += jnp.where(masks.writes_C1, last, 0.0)
     own_write = jnp.sum(do * w, -1, keepdims=True)
     return Gradients(
         q_HCK=live(dq + own_write * k, masks),

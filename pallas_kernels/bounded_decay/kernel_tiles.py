@@ -1,14 +1,13 @@
 """What both TPU kernels share: decays, masks, scores and the triangular inverse of one chunk.
 
 Arrays [H, C, K]: the heads of a block come first, so that each stage is done for all of them before
-the next and the compiler can fill one head's waits with another's work. As in tiles.py, exp(G_i -
-G_j) is split so that no factor overflows and nothing an earlier row computes depends on a later g:
+the next and the compiler can fill one head's waits with another's work. Decays are split into
+factors as in tiles.py, which says why: P is the sum of g inside a tile, from 0 at each document,
 
-    own tile       exp(G_i - anchor) * exp(anchor - G_j)     anchor: G at the tile's first row
-    earlier tiles  exp(G_i - anchor) * exp(anchor - E) * exp(E - G_j)    E: G at j's tile's last row
+    own tile       exp(P_i) * exp(-P_j)
+    earlier tiles  exp(P_i) * exp(sum of the tiles between) * exp(P at j's tile's end - P_j)
 
-The first line's second factor reaches exp(75); every other factor is at most 1, so where one
-underflows the product would too. Masks are applied after the matmuls, by `where`.
+with queries times 2^54 and keys times 2^-54. Masks are applied after the matmuls, by `where`.
 """
 
 import functools
@@ -17,7 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.bounded_decay.tiles import TILE
+from pallas_kernels.bounded_decay.tiles import KEY_SCALE, QUERY_SCALE, TILE
 
 
 def einsum(spec: str, x_H, y_H, dtype):
@@ -67,7 +66,8 @@ def column(row_H1C):
 class Masks(NamedTuple):
     """Where documents end, for one chunk of all heads."""
 
-    earlier_CC: jax.Array  # j < i and both in one document
+    same_CC: jax.Array  # both in one document
+    earlier_CC: jax.Array  # that, and j < i
     live_C1: jax.Array  # not padding
     reads_C1: jax.Array  # continues the document of the incoming state
     writes_C1: jax.Array  # in the document the chunk ends with
@@ -84,6 +84,7 @@ class Masks(NamedTuple):
         before_11, last_11 = rows_2C[1:, :1], row_1C[:, -1:]
         same_CC = col_CC == row_1C
         return cls(
+            same_CC=same_CC,
             earlier_CC=same_CC & (iota((C, C), 0) > iota((C, C), 1)),
             live_C1=code_CC[:, :1] >= 0,
             reads_C1=col_CC[:, :1] == before_11,
@@ -95,38 +96,41 @@ class Masks(NamedTuple):
 class Decays(NamedTuple):
     """Factors of exp(G_i - G_j) for one chunk (see the top of the file)."""
 
-    anchor_HaK: jax.Array
-    end_HaK: jax.Array
-    query_HCK: jax.Array  # exp(G_i - anchor) <= 1
-    own_HCK: jax.Array  # exp(anchor - G_j), up to exp(75)
-    key_HCK: jax.Array  # exp(E - G_j) <= 1
+    tile_HaK: jax.Array  # the sum of a tile's g, where all of it is one document
+    query_HCK: jax.Array  # exp(P_i) * QUERY_SCALE
+    own_HCK: jax.Array  # exp(-P_j) * KEY_SCALE
+    key_HCK: jax.Array  # exp(P at the tile's end - P_j), at most 1
     start_HCK: jax.Array  # exp(G_i): since the chunk began
     rest_HCK: jax.Array  # exp(G_C - G_j): until the chunk ends
     whole_H1K: jax.Array  # exp(G_C)
 
     @classmethod
-    def open(cls, g_HCK: jax.Array, dtype) -> "Decays":
-        H, C, K = g_HCK.shape
-        G_HCK = sum_rows(iota((C, C), 0) >= iota((C, C), 1), g_HCK, dtype)
-        tiles_HaiK = G_HCK.reshape(H, C // TILE, TILE, K)
-        anchor_HaK, end_HaK = tiles_HaiK[:, :, 0], tiles_HaiK[:, :, -1]
-        anchor_HCK, last_H1K = spread(anchor_HaK, C), end_HaK[:, -1:]
-        query_HCK = jnp.exp(G_HCK - anchor_HCK)
-        key_HCK = jnp.exp(spread(end_HaK, C) - G_HCK)
+    def open(cls, g_HCK: jax.Array, masks: Masks, dtype) -> "Decays":
+        C = g_HCK.shape[1]
+        row_CC, col_CC = iota((C, C), 0), iota((C, C), 1)
+        within_CC = masks.same_CC & (row_CC // TILE == col_CC // TILE) & (row_CC >= col_CC)
+        P_HCK = sum_rows(within_CC, g_HCK, dtype)
+        tile_HaK = jnp.concatenate([x[:, -1:] for _, x in tiles_of(P_HCK)], 1)
+        since, until = _running_sums(tile_HaK), _running_sums(tile_HaK, backwards=True)
+        grow_HCK = jnp.exp(P_HCK)
+        key_HCK = jnp.exp(jnp.minimum(spread(tile_HaK, C) - P_HCK, 0.0))
         return cls(
-            anchor_HaK=anchor_HaK,
-            end_HaK=end_HaK,
-            query_HCK=query_HCK,
-            own_HCK=jnp.exp(anchor_HCK - G_HCK),
+            tile_HaK=tile_HaK,
+            query_HCK=grow_HCK * QUERY_SCALE,
+            own_HCK=jnp.exp(-P_HCK) * KEY_SCALE,
             key_HCK=key_HCK,
-            start_HCK=query_HCK * spread(jnp.exp(anchor_HaK), C),
-            rest_HCK=key_HCK * spread(jnp.exp(last_H1K - end_HaK), C),
-            whole_H1K=jnp.exp(last_H1K),
+            start_HCK=grow_HCK * spread(jnp.exp(since), C),
+            rest_HCK=key_HCK * spread(jnp.exp(until), C),
+            whole_H1K=jnp.exp(since[:, -1:] + tile_HaK[:, -1:]),
         )
 
     def between(self, a: int) -> jax.Array:
-        """exp(anchor_a - E_b) for the tiles b before a: [H, a, K], at most 1."""
-        return jnp.exp(self.anchor_HaK[:, a : a + 1] - self.end_HaK[:, :a])
+        """exp of the sum of the tiles after b and before a, for each b < a, times KEY_SCALE:
+        [H, a, K]. Tile by tile, as a difference of running sums would let other documents in."""
+        steps = [jnp.zeros_like(self.tile_HaK[:, :1])]
+        for c in range(a - 1, 0, -1):
+            steps.insert(0, steps[0] + self.tile_HaK[:, c : c + 1])
+        return jnp.exp(jnp.concatenate(steps, 1)) * KEY_SCALE
 
     def keys(self, own_HCK, key_HCK, a: int):
         """The keys up to the end of tile a as its queries see them: [H, 16 (a + 1), K]."""
@@ -135,6 +139,15 @@ class Decays(NamedTuple):
             return own_HiK
         seen_HjK = key_HCK[:, : a * TILE] * spread(self.between(a), a * TILE)
         return jnp.concatenate([seen_HjK, own_HiK], 1)
+
+
+def _running_sums(x_HaK, *, backwards: bool = False):
+    """For each tile the sum of those before it, or after it."""
+    tiles = range(x_HaK.shape[1])
+    sums = [jnp.zeros_like(x_HaK[:, :1])]
+    for a in list(tiles)[:0:-1] if backwards else list(tiles)[:-1]:
+        sums.append(sums[-1] + x_HaK[:, a : a + 1])
+    return jnp.concatenate(sums[::-1] if backwards else sums, 1)
 
 
 def tiles_of(*arrays_HCK):

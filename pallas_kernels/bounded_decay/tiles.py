@@ -1,14 +1,22 @@
 """What chunked.py and slot.py share: one chunk's decays, document masks, reads and state update.
 
-A chunk of C tokens is cut in tiles of 16. exp(G_i - G_j) is split at an anchor, the running sum at
-the first row of i's tile: exp(G_i - anchor) <= 1, and exp(anchor - G_j) <= 1 for j in an earlier
-tile, at most exp(75) in i's own. So every tile is one matmul of finite numbers, masked afterwards.
-The anchor is never later than i: a later gate cannot move an earlier output by even one bit.
+A chunk of C tokens is cut in tiles of 16. With P the running sum of g inside a tile, from 0 again
+at each document, exp(G_i - G_j) is a product of factors that each need one token only:
 
-A document boundary is a mask on the tile, on reading the incoming state and on writing the outgoing
-one. G runs on through boundaries: restarting it would make exponents positive without bound.
+    own tile       exp(P_i) * exp(-P_j)
+    earlier tiles  exp(P_i) * exp(sum of the tiles between and of j's from j on)
+
+exp(-P_j) reaches exp(80) and exp(P_i) falls to exp(-80); every other factor is at most 1. So each
+tile is one matmul of finite numbers, masked afterwards. The sums end before a later g and begin
+after another document's: neither moves what an earlier token or another document computes, not by
+one bit.
+
+Query factors carry 2^54 and key factors 2^-54, which changes nothing where nothing underflows.
+Without them exp(-80) times the gradient of a mean loss, 1e-8 say, is below f32's 1e-38, is flushed
+to zero, and takes the gradients of k and g with it.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -17,7 +25,8 @@ import numpy as np
 
 from pallas_kernels.bounded_decay.ref import einsum
 
-TILE = 16  # (TILE - 1) * 5 = 75 nats; f32 and bf16 overflow above 88.7
+TILE = 16  # TILE * 5 = 80 nats; f32 and bf16 overflow above 88.7
+QUERY_SCALE, KEY_SCALE = 2.0**54, 2.0**-54  # the square root of exp(80), about, and exact
 
 
 def chunk_size(K: int) -> int:
@@ -54,12 +63,34 @@ def join_chunks(o_NBHCV: jax.Array, T: int) -> jax.Array:
     return o_NBHCV.transpose(1, 0, 3, 2, 4).reshape(B, N * C, H, V)[:, :T]
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def scaled_exp(x: jax.Array, scale: float) -> jax.Array:
+    """exp(x) * scale, whose derivative is itself: scale times a small cotangent would underflow."""
+    return jnp.exp(x) * scale
+
+
+@scaled_exp.defjvp
+def _scaled_exp_jvp(scale, primals, tangents):
+    y = scaled_exp(primals[0], scale)
+    return y, y * tangents[0]
+
+
+def _not_above_0(x: jax.Array) -> jax.Array:
+    """x where it is at most 0, else 0: above it is only what a mask drops (other documents).
+
+    Not `minimum`: at 0, the tile's last token, its gradient would be one half.
+    """
+    return jnp.where(x > 0, 0.0, x)
+
+
 class Chunk(NamedTuple):
     """Decays and masks of one chunk. Its methods take f32 [B,H,C,width] arrays."""
 
-    G_BHCK: jax.Array  # running sum of g, inclusive
-    query_BHaiK: jax.Array  # exp(G_i - anchor_a), tile a, row i of the tile
-    key_BHaCK: jax.Array  # exp(anchor_a - G_j); 0 for j in a tile after a
+    query_BHaiK: jax.Array  # exp(P_i) * QUERY_SCALE, tile a, row i of the tile
+    key_BHaCK: jax.Array  # exp(G at the start of tile a - G_j) * KEY_SCALE; 0 in a tile after a
+    start_BHCK: jax.Array  # exp(G_i): the decay since the chunk began
+    rest_BHCK: jax.Array  # exp(G_C - G_j): until the chunk ends
+    whole_BH1K: jax.Array  # exp(G_C)
     earlier_BHCC: jax.Array  # [B,1,C,C]: j < i and both in one document
     reads_BHC1: jax.Array  # [B,1,C,1]: the token continues the incoming state's document
     writes_BHC1: jax.Array  # [B,1,C,1]: the token is in the document the chunk ends with
@@ -67,18 +98,33 @@ class Chunk(NamedTuple):
     @classmethod
     def open(cls, g_BHCK, document_BC, before_B) -> "Chunk":
         B, H, C, K = g_BHCK.shape
-        lower_CC = np.tril(np.ones((C, C), np.float32))
-        G_BHCK = einsum("ij,BHjK->BHiK", lower_CC, g_BHCK)
-        tiles_BHaiK = G_BHCK.reshape(B, H, C // TILE, TILE, K)
-        anchor_BHa1K = tiles_BHaiK[:, :, :, :1]
-        reached_aC = np.arange(C) // TILE <= np.arange(C // TILE)[:, None]
-        to_key_BHaCK = anchor_BHa1K - G_BHCK[:, :, None]
-        to_key_BHaCK = jnp.where(reached_aC[None, None, :, :, None], to_key_BHaCK, -jnp.inf)
+        tiles = C // TILE
         same_BCC = document_BC[:, :, None] == document_BC[:, None, :]
+        tile_C = np.arange(C) // TILE
+        in_tile_CC = np.tril(tile_C[:, None] == tile_C[None, :])
+        P_BHCK = einsum("Bij,BHjK->BHiK", (same_BCC & in_tile_CC[None]).astype(jnp.float32), g_BHCK)
+        P_BHaiK = P_BHCK.reshape(B, H, tiles, TILE, K)
+        # A whole tile's decay is its last P, where the tile is in one document; where it is not,
+        # every use of it is masked.
+        tile_BHaK = P_BHaiK[:, :, :, -1]
+        before_ab = np.tri(tiles, tiles, -1, dtype=np.float32)  # tiles b before a
+        since_BHaK = einsum("ab,BHbK->BHaK", before_ab, tile_BHaK)
+        until_BHaK = einsum("ab,BHbK->BHaK", np.ascontiguousarray(before_ab.T), tile_BHaK)
+        # Tile c lies from b on and before a. Differences of running sums would round differently
+        # when another document changes.
+        between_abc = before_ab[:, None, :] * np.tri(tiles, dtype=np.float32).T[None]
+        between_BHabK = einsum("abc,BHcK->BHabK", between_abc, tile_BHaK)
+        to_key_BHabiK = between_BHabK[:, :, :, :, None] - P_BHaiK[:, :, None]
+        a, b = np.indices((tiles, tiles))[..., None, None]
+        to_key_BHabiK = jnp.where((b < a)[None, None], _not_above_0(to_key_BHabiK), to_key_BHabiK)
+        to_key_BHabiK = jnp.where((b > a)[None, None], -jnp.inf, to_key_BHabiK)
+        to_end_BHaiK = tile_BHaK[:, :, :, None] - P_BHaiK + until_BHaK[:, :, :, None]
         return cls(
-            G_BHCK=G_BHCK,
-            query_BHaiK=jnp.exp(tiles_BHaiK - anchor_BHa1K),
-            key_BHaCK=jnp.exp(to_key_BHaCK),
+            query_BHaiK=scaled_exp(P_BHaiK, QUERY_SCALE),
+            key_BHaCK=scaled_exp(to_key_BHabiK, KEY_SCALE).reshape(B, H, tiles, C, K),
+            start_BHCK=jnp.exp(P_BHaiK + since_BHaK[:, :, :, None]).reshape(B, H, C, K),
+            rest_BHCK=jnp.exp(_not_above_0(to_end_BHaiK)).reshape(B, H, C, K),
+            whole_BH1K=jnp.exp(since_BHaK[:, :, -1:] + tile_BHaK[:, :, -1:]),
             earlier_BHCC=(same_BCC & np.tril(np.ones((1, C, C), bool), -1))[:, None],
             reads_BHC1=(document_BC == before_B[:, None])[:, None, :, None],
             writes_BHC1=(document_BC == document_BC[:, -1:])[:, None, :, None],
@@ -93,7 +139,7 @@ class Chunk(NamedTuple):
 
     def read_state(self, x_BHCK, S_BHKV):
         """(exp(G) x) S where the token continues the incoming document, else 0: [B,H,C,V]."""
-        old_BHCV = einsum("BHCK,BHKV->BHCV", jnp.exp(self.G_BHCK) * x_BHCK, S_BHKV)
+        old_BHCV = einsum("BHCK,BHKV->BHCV", self.start_BHCK * x_BHCK, S_BHKV)
         return jnp.where(self.reads_BHC1, old_BHCV, 0.0)
 
     def read(self, q_BHCK, k_BHCK, new_BHCV, S_BHKV):
@@ -106,7 +152,7 @@ class Chunk(NamedTuple):
 
     def read_across(self, q_BHCV, k_BHCK, new_BHCV, S_BHKV):
         """S_t q_t for every token t, the read-out over the side that decays: [B,H,C,K]."""
-        old_BHCK = jnp.exp(self.G_BHCK) * einsum("BHCV,BHKV->BHCK", q_BHCV, S_BHKV)
+        old_BHCK = self.start_BHCK * einsum("BHCV,BHKV->BHCK", q_BHCV, S_BHKV)
         scores_BHCC = self._mask(einsum("BHiV,BHjV->BHij", q_BHCV, new_BHCV))
         scores_BHaiC = scores_BHCC.reshape(*self.query_BHaiK.shape[:4], -1)
         k_BHaCK = k_BHCK[:, :, None] * self.key_BHaCK
@@ -117,9 +163,8 @@ class Chunk(NamedTuple):
 
     def end_state(self, S_BHKV, k_BHCK, new_BHCV):
         """The state after the chunk's last token: [B,H,K,V]."""
-        last_BH1K = self.G_BHCK[:, :, -1:]
-        k_BHCK = k_BHCK * jnp.where(self.writes_BHC1, jnp.exp(last_BH1K - self.G_BHCK), 0.0)
-        kept_BH1K = jnp.where(self.reads_BHC1[:, :, -1:], jnp.exp(last_BH1K), 0.0)
+        k_BHCK = jnp.where(self.writes_BHC1, k_BHCK * self.rest_BHCK, 0.0)
+        kept_BH1K = jnp.where(self.reads_BHC1[:, :, -1:], self.whole_BH1K, 0.0)
         return kept_BH1K.swapaxes(2, 3) * S_BHKV + einsum("BHCK,BHCV->BHKV", k_BHCK, new_BHCV)
 
     def _mask(self, scores_BHCC):

@@ -29,7 +29,7 @@ def slot_attention_chunked(q, k, v, s, g, initial_state, document, scale):
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def step(states, x):
         k_slots_BHMK, v_slots_BHMV = states
-        inputs, document_BC, before_B = x
+        inputs, document_BC, before_B = jax.tree.map(lambda a: a[0], x)  # groups of one chunk
         q, k, values, s, g = jax.tree.map(lambda a: a.astype(jnp.float32), inputs)
         at = Chunk.open(g, document_BC, before_B)
         p_BHCM = jax.nn.softmax(scale * at.read_across(q, s, k, k_slots_BHMK))
@@ -38,4 +38,4 @@ def slot_attention_chunked(q, k, v, s, g, initial_state, document, scale):
         return states, o_BHCV.astype(v.dtype)
 
     states, o_NBHCV = jax.lax.scan(step, initial_state, xs)
-    return join_chunks(o_NBHCV, T), states
+    return join_chunks(o_NBHCV[:, None], T), states

@@ -39,28 +39,31 @@ def chunk_size(K: int) -> int:
     return 64 if K >= 128 else TILE
 
 
-def split_chunks(inputs, document_BT, C: int):
-    """[B,T,H,...] -> [N,B,H,C,...] with inert zeros to a multiple of C; document_BT -> [N,B,C].
+def split_chunks(inputs, document_BT, C: int, group: int = 1):
+    """[B,T,H,...] -> [groups,group,B,H,C,...] with inert zeros to whole groups of chunks.
 
-    Returns (inputs, document_NBC, before_NB): before is the document the incoming state is from.
+    Returns (inputs, document [groups,group,B,C], before [groups,group,B]): before is the document
+    that the incoming state is from.
     """
-    pad = -document_BT.shape[1] % C
+    pad = -document_BT.shape[1] % (C * group)
 
     def split(x):
         x = jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, 0)))
         B, _, H, K = x.shape
-        return x.reshape(B, -1, C, H, K).transpose(1, 0, 3, 2, 4)
+        return x.reshape(B, -1, group, C, H, K).transpose(1, 2, 0, 4, 3, 5)
 
     document = jnp.pad(document_BT, ((0, 0), (0, pad)), mode="edge")
     document_NBC = document.reshape(document.shape[0], -1, C).swapaxes(0, 1)
     last_NB = document_NBC[:, :, -1]
     before_NB = jnp.concatenate([jnp.zeros_like(last_NB[:1]), last_NB[:-1]])
-    return jax.tree.map(split, inputs), document_NBC, before_NB
+    grouped = [x.reshape(-1, group, *x.shape[1:]) for x in (document_NBC, before_NB)]
+    return jax.tree.map(split, inputs), *grouped
 
 
-def join_chunks(o_NBHCV: jax.Array, T: int) -> jax.Array:
-    N, B, H, C, V = o_NBHCV.shape
-    return o_NBHCV.transpose(1, 0, 3, 2, 4).reshape(B, N * C, H, V)[:, :T]
+def join_chunks(o_GNBHCV: jax.Array, T: int) -> jax.Array:
+    """The outputs of groups of chunks as [B,T,H,V]."""
+    G, N, B, H, C, V = o_GNBHCV.shape
+    return o_GNBHCV.transpose(2, 0, 1, 4, 3, 5).reshape(B, G * N * C, H, V)[:, :T]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -137,18 +140,25 @@ class Chunk(NamedTuple):
         scores_BHaiC = einsum("BHaiK,BHaCK->BHaiC", x_BHaiK, y_BHaCK)
         return self._mask(scores_BHaiC.reshape(*x_BHCK.shape[:3], -1))
 
-    def read_state(self, x_BHCK, S_BHKV):
-        """(exp(G) x) S where the token continues the incoming document, else 0: [B,H,C,V]."""
-        old_BHCV = einsum("BHCK,BHKV->BHCV", self.start_BHCK * x_BHCK, S_BHKV)
-        return jnp.where(self.reads_BHC1, old_BHCV, 0.0)
+    def from_state(self, x_BHCK):
+        """exp(G) x where the token continues the incoming document, else 0: [B,H,C,K]."""
+        return jnp.where(self.reads_BHC1, self.start_BHCK * x_BHCK, 0.0)
+
+    def to_state(self, k_BHCK):
+        """exp(G_C - G) k where the token is in the outgoing document, else 0: [B,H,C,K]."""
+        return jnp.where(self.writes_BHC1, k_BHCK * self.rest_BHCK, 0.0)
+
+    def kept_BHK1(self):
+        """exp(G_C), what is left of the incoming state; 0 where a document has begun since."""
+        kept_BH1K = jnp.where(self.reads_BHC1[:, :, -1:], self.whole_BH1K, 0.0)
+        return kept_BH1K.swapaxes(2, 3)
 
     def read(self, q_BHCK, k_BHCK, new_BHCV, S_BHKV):
         """S_t^T q_t for every token t of the chunk: [B,H,C,V]."""
-        # A token reads its own write undecayed. Kept out of the scores, it adds no rounding to the
-        # gradient of g, which at g = -5 is a hundred times smaller than that term.
         own_BHCV = jnp.sum(q_BHCK * k_BHCK, -1, keepdims=True) * new_BHCV
         earlier_BHCV = einsum("BHij,BHjV->BHiV", self.scores(q_BHCK, k_BHCK), new_BHCV)
-        return self.read_state(q_BHCK, S_BHKV) + earlier_BHCV + own_BHCV
+        old_BHCV = einsum("BHCK,BHKV->BHCV", self.from_state(q_BHCK), S_BHKV)
+        return old_BHCV + earlier_BHCV + own_BHCV
 
     def read_across(self, q_BHCV, k_BHCK, new_BHCV, S_BHKV):
         """S_t q_t for every token t, the read-out over the side that decays: [B,H,C,K]."""
@@ -163,9 +173,8 @@ class Chunk(NamedTuple):
 
     def end_state(self, S_BHKV, k_BHCK, new_BHCV):
         """The state after the chunk's last token: [B,H,K,V]."""
-        k_BHCK = jnp.where(self.writes_BHC1, k_BHCK * self.rest_BHCK, 0.0)
-        kept_BH1K = jnp.where(self.reads_BHC1[:, :, -1:], self.whole_BH1K, 0.0)
-        return kept_BH1K.swapaxes(2, 3) * S_BHKV + einsum("BHCK,BHCV->BHKV", k_BHCK, new_BHCV)
+        written_BHKV = einsum("BHCK,BHCV->BHKV", self.to_state(k_BHCK), new_BHCV)
+        return self.kept_BHK1() * S_BHKV + written_BHKV
 
     def _mask(self, scores_BHCC):
         # After the matmul: the entries masked are finite but as large as exp(75).

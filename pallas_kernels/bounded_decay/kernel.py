@@ -22,8 +22,7 @@ class Plan(NamedTuple):
 
     scale: float
     chunk: int
-    forward_heads: int  # heads a grid step works on at once
-    backward_heads: int
+    heads: int  # that a grid step works on at once
     interpret: bool | pltpu.InterpretParams
 
 
@@ -89,8 +88,8 @@ def _chunk_of(inputs):
 class _Blocks:
     """Block specs for a grid whose last axis runs over the chunks, backwards if `reverse`."""
 
-    def __init__(self, heads: int, plan: Plan, chunks: int, reverse: bool):
-        self.heads, self.C = heads, plan.chunk
+    def __init__(self, plan: Plan, chunks: int, reverse: bool):
+        self.heads, self.C = plan.heads, plan.chunk
         self.chunk = (lambda n: chunks - 1 - n) if reverse else (lambda n: n)
 
     def tokens(self, width: int) -> pl.BlockSpec:  # of [B, H, T, width]
@@ -131,12 +130,12 @@ def forward(inputs, document_BN2C, S_BHVK, plan: Plan, *, save: bool):
     q, _, v, _, beta = inputs
     B, H, T, K = q.shape
     V, C, N, dtype = v.shape[-1], plan.chunk, T // plan.chunk, q.dtype
-    block, delta = _Blocks(plan.forward_heads, plan, N, reverse=False), beta is not None
+    block, delta = _Blocks(plan, N, reverse=False), beta is not None
     shape = jax.ShapeDtypeStruct
     saved = Saved(shape((B, H, N, V, K), dtype), shape((B, H, N, C, C), dtype) if delta else None)
     return pl.pallas_call(
         functools.partial(_forward, plan=plan, dtype=dtype),
-        grid=(B, H // plan.forward_heads, N),
+        grid=(B, H // plan.heads, N),
         in_specs=(block.inputs(K, V, delta), block.documents(), block.state(V, K)),
         out_specs=(block.tokens(V), block.state(V, K), block.saved(K, V, delta) if save else None),
         out_shape=(
@@ -144,7 +143,7 @@ def forward(inputs, document_BN2C, S_BHVK, plan: Plan, *, save: bool):
             shape((B, H, V, K), jnp.float32),
             saved if save else None,
         ),
-        scratch_shapes=[pltpu.VMEM((plan.forward_heads, V, K), jnp.float32)],
+        scratch_shapes=[pltpu.VMEM((plan.heads, V, K), jnp.float32)],
         compiler_params=_params(plan),
         interpret=plan.interpret,
         name="bounded_decay_forward",
@@ -156,12 +155,12 @@ def backward(inputs, document_BN2C, saved: Saved, do_BHTV, dS_BHVK, plan: Plan):
     q, _, v, _, beta = inputs
     B, H, T, K = q.shape
     V, N, dtype = v.shape[-1], T // plan.chunk, q.dtype
-    block = _Blocks(plan.backward_heads, plan, N, reverse=True)
+    block = _Blocks(plan, N, reverse=True)
     specs = block.inputs(K, V, beta is not None)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (*inputs, dS_BHVK))
     return pl.pallas_call(
         functools.partial(_backward, plan=plan, dtype=dtype),
-        grid=(B, H // plan.backward_heads, N),
+        grid=(B, H // plan.heads, N),
         in_specs=(
             specs,
             block.documents(),
@@ -171,7 +170,7 @@ def backward(inputs, document_BN2C, saved: Saved, do_BHTV, dS_BHVK, plan: Plan):
         ),
         out_specs=(*specs, block.state(V, K)),
         out_shape=shapes,
-        scratch_shapes=[pltpu.VMEM((plan.backward_heads, V, K), jnp.float32)],
+        scratch_shapes=[pltpu.VMEM((plan.heads, V, K), jnp.float32)],
         compiler_params=_params(plan),
         interpret=plan.interpret,
         name="bounded_decay_backward",

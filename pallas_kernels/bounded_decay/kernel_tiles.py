@@ -177,20 +177,33 @@ def unit_lower_inverse(A_HCC, dtype):
     in the lanes; then the block ladder X - X L X on the matrix unit (see triangular.py).
     """
     C = A_HCC.shape[1]
-    row_CC, col_CC = iota((C, C), 0), iota((C, C), 1)
     X_HiC = _tile_inverses(A_HCC)
-    in_tile_CC = row_CC // TILE == col_CC // TILE
+    in_tile_CC = iota((C, C), 0) // TILE == iota((C, C), 1) // TILE
     X_HCC = jnp.where(in_tile_CC, jnp.concatenate([X_HiC] * (C // TILE), 1), 0.0)
     size = TILE
     while size < C:
-        couples_CC = (row_CC // size != col_CC // size) & (
-            row_CC // (2 * size) == col_CC // (2 * size)
-        )
-        L_HCC = jnp.where(couples_CC, A_HCC, 0.0)
-        XL_HCC = einsum("HCD,HDF->HCF", X_HCC, L_HCC, dtype)
-        X_HCC = X_HCC - einsum("HCD,HDF->HCF", XL_HCC, X_HCC, dtype)
+        X_HCC = _next_rung(X_HCC, A_HCC, size, dtype)
         size *= 2
     return X_HCC
+
+
+def _next_rung(X_HCC, A_HCC, size: int, dtype):
+    """Inverses of the diagonal blocks of `size` -> of those twice the size: X - X L X, of which
+    only the lower half of each block, the rows r, is not X."""
+    H, C, _ = X_HCC.shape
+    lower = [slice(n, n + size) for n in range(size, C, 2 * size)]
+    lane_HrC = iota((H, size, C), 2)
+    L = [jnp.where(lane_HrC // size == s.start // size - 1, A_HCC[:, s], 0.0) for s in lower]
+    X = X_HCC.astype(dtype)
+    LX_HrC = einsum("HrD,HDC->HrC", jnp.concatenate(L, 1), X, dtype)
+    zero_HrC = jnp.zeros_like(lane_HrC, jnp.float32)
+    LX = [y for part in jnp.split(LX_HrC, len(lower), 1) for y in (zero_HrC, part)]
+    X_HrD = jnp.concatenate([X[:, s] for s in lower], 1)
+    XLX_HrC = einsum("HrD,HDC->HrC", X_HrD, jnp.concatenate(LX, 1), dtype)
+    rows = []
+    for s, part in zip(lower, jnp.split(XLX_HrC, len(lower), 1), strict=True):
+        rows += [X_HCC[:, s.start - size : s.start], X_HCC[:, s] - part]
+    return jnp.concatenate(rows, 1)
 
 
 def _tile_inverses(A_HCC):

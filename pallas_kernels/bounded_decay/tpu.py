@@ -13,10 +13,14 @@ from pallas_kernels.bounded_decay import kernel
 
 CHUNK = 128  # tokens; fills the matrix unit's 128 x 128 with every product
 
-# Heads a grid step works on at once, forward and backward. More hide more of one head's latency
-# behind another's work until registers spill; bundles a chunk and head by libtpu 0.0.42 for v5p at
-# K = V = 128, bf16. See `python -m pallas_kernels.bench bounded_decay`.
-FORWARD_HEADS, BACKWARD_HEADS = 8, 4
+# Heads a grid step works on at once: one head's waits are filled with another's work, until
+# registers spill. Milliseconds by libtpu 0.0.42's schedule for v5p, B=1, T=8192, H=96, K=V=128, bf16
+# (`python -m pallas_kernels.bench bounded_decay` with this number changed):
+#     heads           4      6      8      16
+#     forward         1.77   1.57   1.52   1.38
+#     backward        2.57   2.35   2.35   2.30
+#     bundles a step  5,850  8,020  10,712 20,990  (backward)
+HEADS = 8
 LANES = 128
 
 
@@ -125,14 +129,9 @@ def _plan(heads: int, scale: float, interpret) -> kernel.Plan:
     return kernel.Plan(
         scale=scale,
         chunk=CHUNK,
-        forward_heads=_divisor(heads, FORWARD_HEADS),
-        backward_heads=_divisor(heads, BACKWARD_HEADS),
+        heads=max(d for d in range(1, HEADS + 1) if heads % d == 0),
         interpret=interpret,
     )
-
-
-def _divisor(n: int, most: int) -> int:
-    return max(d for d in range(1, most + 1) if n % d == 0)
 
 
 def _pad(x, rows: int, lanes: int):

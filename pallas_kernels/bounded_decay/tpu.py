@@ -14,7 +14,7 @@ from pallas_kernels.bounded_decay import kernel
 CHUNK = 128  # tokens; fills the matrix unit's 128 x 128 with every product
 
 # Heads a grid step works on at once: one head's waits are filled with another's work, until
-# registers spill. Milliseconds by libtpu 0.0.42's schedule for v5p, B=1, T=8192, H=96, K=V=128, bf16
+# registers spill. Milliseconds by libtpu 0.0.42's schedule: v5p, B=1, T=8192, H=96, K=V=128, bf16
 # (`python -m pallas_kernels.bench bounded_decay` with this number changed):
 #     heads           4      6      8      16
 #     forward         1.77   1.57   1.52   1.38

@@ -110,3 +110,18 @@ def test_no_initial_state_is_a_zero_state(make, f32):
         run(**x, implementation="ref"),
         run(**x, initial_state=zero, implementation="ref"),
     )
+
+
+@pytest.mark.parametrize(
+    ("implementation", "cuts"), [("chunked", (15, 16, 17, 63, 64, 65)), ("pallas", (17, 63))]
+)
+def test_any_cut_with_its_state_equals_the_whole(make, f32, error, implementation, cuts):
+    x = f32(make(1, 70))
+    state = x.pop("initial_state")
+    whole, end = run(**x, initial_state=state, implementation=implementation)
+    for cut in cuts:
+        first, second = ({n: a[:, s] for n, a in x.items()} for s in (np.s_[:cut], np.s_[cut:]))
+        o_1, middle = run(**first, initial_state=state, implementation=implementation)
+        o_2, last = run(**second, initial_state=middle, implementation=implementation)
+        assert error(jnp.concatenate([o_1, o_2], 1), whole) < 1e-5, cut
+        assert error(last, end) < 1e-5, cut

@@ -31,7 +31,7 @@ class KernelCost(NamedTuple):
     steps: int  # trips of that loop
     matrix_share: float  # of a grid step's cycles during which the matrix units stream rows
     spills: int  # vector registers stored for want of room, a grid step
-    vmem: int  # bytes
+    vmem: int  # bytes: windows, scratch and the slots of spilled registers
 
 
 class _Bundle(NamedTuple):
@@ -74,6 +74,7 @@ def kernel_cost(name: str, dump: Path, chip: Chip) -> KernelCost:
     body = "".join(b.text for b in bundles[main.first : main.last + 1])
     rows = sum(_ROWS.get(kind, 16) for kind in _PRODUCT.findall(body))
     original = _newest(dump, f"*-{name}-*original.txt").read_text()
+    slots = set(re.findall(r"vst \[vmem:\[(#allocation\d+_spill)\]", text))  # 4 KiB each
     return KernelCost(
         name=name,
         cycles=total,
@@ -81,7 +82,7 @@ def kernel_cost(name: str, dump: Path, chip: Chip) -> KernelCost:
         steps=main.trips,
         matrix_share=rows / chip.matrix_units / cycles(main.first, main.last),
         spills=len(re.findall(r"vst \[vmem:\[#allocation\d+_spill\]", body)),
-        vmem=sum(int(size, 16) for size in _VMEM.findall(original)),
+        vmem=sum(int(size, 16) for size in _VMEM.findall(original)) + 4096 * len(slots),
     )
 
 

@@ -117,7 +117,7 @@ class _Blocks:
 def _params(plan: Plan) -> pltpu.CompilerParams:
     return pltpu.CompilerParams(
         dimension_semantics=("parallel", "parallel", "arbitrary"),
-        vmem_limit_bytes=100 << 20,  # of 128 MiB on v5p and v6e; the default is 16
+        vmem_limit_bytes=60 << 20,  # of a core's 64 MiB on v5p (v6e: 128); the default is 16
     )
 
 

@@ -5,8 +5,11 @@ feeds the state and garbage there, NaN included, reaches nothing: here for ref a
 chip for the kernels.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.bounded_decay.chunked import bounded_decay_chunked
 from pallas_kernels.bounded_decay.documents import number_documents
@@ -17,6 +20,7 @@ from pallas_kernels.platform import on_tpu
 
 IMPLEMENTATIONS = ("ref", "chunked", "pallas")
 G_MIN, G_TOLERANCE = -5.0, 1e-3
+OPTIONAL = ("beta", "initial_state", "initial_state[0]", "initial_state[1]")
 
 
 def bounded_decay(
@@ -50,12 +54,17 @@ def bounded_decay(
     Returns o [B,T,H,V] in v's dtype, and the f32 state [B,H,K,V] after the row's last real token
     (initial_state if it has none). Gradients flow to every float input through both.
     Raises ValueError on a wrong shape or dtype, an unknown implementation, and g outside
-    [-5, 0]; the last only outside jit, where g has values to look at.
+    [-5, 0]; the last only where g has values to look at: under jit a g below -5.5 is silently
+    wrong, then NaN, and one above 0 grows without bound.
+
+    Finite inputs are assumed outside padding: a NaN may reach other documents. With q in bf16 the
+    kernels round k and v to bf16 too. They have first derivatives only, and XLA cannot split them:
+    on several devices call the op inside `jax.shard_map(..., check_vma=False)`.
     """
     op = "bounded_decay"
     implementation = _choose(op, implementation)
-    B, T, H, K = _rank_4(op, q)
-    V = v.shape[-1]
+    B, T, H, K = _rank_4(op, "q", q)
+    V = _rank_4(op, "v", v)[-1]
     _check(op, "q", q, (B, T, H, K))
     _check(op, "k", k, (B, T, H, K))
     _check(op, "v", v, (B, T, H, V))
@@ -65,7 +74,7 @@ def bounded_decay(
     _check_segment_ids(op, segment_ids, (B, T))
     _check_decay(op, g, segment_ids)
     state = _state(initial_state, (B, H, K, V))
-    scale = K**-0.5 if scale is None else scale
+    scale = _check_scale(op, scale, K, implementation)
     if implementation == "pallas":
         document_BT = _marked_documents(segment_ids, (B, T))
         interpret = not on_tpu()
@@ -100,8 +109,12 @@ def slot_attention(
     """
     op = "slot_attention"
     implementation = _choose(op, implementation)
-    B, T, H, K = _rank_4(op, q)
-    V, M = v.shape[-1], s.shape[-1]
+    B, T, H, K = _rank_4(op, "q", q)
+    V, M = _rank_4(op, "v", v)[-1], _rank_4(op, "s", s)[-1]
+    if not (
+        initial_state is None or (isinstance(initial_state, tuple) and len(initial_state) == 2)
+    ):
+        raise ValueError(f"{op}: initial_state must be a pair (key slots, value slots) or None")
     keys, values = (None, None) if initial_state is None else initial_state
     _check(op, "q", q, (B, T, H, K))
     _check(op, "k", k, (B, T, H, K))
@@ -113,7 +126,7 @@ def slot_attention(
     _check_segment_ids(op, segment_ids, (B, T))
     _check_decay(op, g, segment_ids)
     states = _state(keys, (B, H, M, K)), _state(values, (B, H, M, V))
-    scale = K**-0.5 if scale is None else scale
+    scale = _check_scale(op, scale, K, implementation)
     if implementation == "pallas":
         document_BT = _marked_documents(segment_ids, (B, T))
         o, states = slot_attention_pallas(
@@ -137,17 +150,21 @@ def _choose(op: str, implementation: str | None) -> str:
     return implementation or ("pallas" if on_tpu() else "chunked")
 
 
-def _rank_4(op: str, q: jax.Array):
-    if q.ndim != 4 or 0 in q.shape:
-        raise ValueError(f"{op}: q has shape {q.shape}; expected [B,T,H,K], none of them 0")
-    return q.shape
+def _rank_4(op: str, name: str, x: jax.Array) -> tuple[int, ...]:
+    shape = getattr(x, "shape", None)
+    if shape is None or len(shape) != 4 or 0 in shape:
+        found = f"shape {shape}" if shape is not None else repr(x)
+        raise ValueError(f"{op}: {name} has {found}; expected [B,T,H,width], none of them 0")
+    return shape
 
 
 def _check(op: str, name: str, x: jax.Array | None, shape: tuple[int, ...]) -> None:
-    if x is None:
+    if x is None and name in OPTIONAL:
         return
-    if x.shape != shape:
-        raise ValueError(f"{op}: {name} has shape {x.shape}; to go with q it must be {shape}")
+    found = getattr(x, "shape", None)
+    if x is None or found != shape:
+        what = f"shape {found}" if found is not None else repr(x)
+        raise ValueError(f"{op}: {name} has {what}; to go with q it must be {shape}")
     if x.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"{op}: {name} is {x.dtype}; it must be float32 or bfloat16")
 
@@ -155,25 +172,48 @@ def _check(op: str, name: str, x: jax.Array | None, shape: tuple[int, ...]) -> N
 def _check_segment_ids(op: str, segment_ids: jax.Array | None, shape: tuple[int, ...]) -> None:
     if segment_ids is None:
         return
-    if segment_ids.shape != shape:
-        raise ValueError(f"{op}: segment_ids has shape {segment_ids.shape}; it must be {shape}")
+    found = getattr(segment_ids, "shape", None)
+    if found != shape:
+        raise ValueError(f"{op}: segment_ids has shape {found}; it must be {shape}")
     if segment_ids.dtype != jnp.int32:
         raise ValueError(f"{op}: segment_ids is {segment_ids.dtype}; it must be int32")
 
 
 def _check_decay(op: str, g: jax.Array, segment_ids: jax.Array | None) -> None:
-    """Looks at the values of g where there are any: not under jit, grad or vmap."""
-    if isinstance(g, jax.core.Tracer) or isinstance(segment_ids, jax.core.Tracer):
+    """Looks at the values of g where there are any here: numpy or an array that is no tracer."""
+    for x in (g, segment_ids):
+        if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
+            return
+    values = np.asarray(g, np.float32)
+    if segment_ids is not None:
+        values = values[np.asarray(segment_ids) != 0]
+    if not values.size:
         return
-    real = True if segment_ids is None else (segment_ids != 0)[:, :, None, None]
-    outside = jnp.where(real, jnp.maximum(g, G_MIN - g), 0.0)  # NaN stays
-    worst = float(jnp.max(outside.astype(jnp.float32)))
-    if not worst <= G_TOLERANCE:
-        low, high = float(jnp.min(g)), float(jnp.max(g))
+    low, high = float(np.min(values)), float(np.max(values))  # NaN if there is one
+    if not (low >= G_MIN - G_TOLERANCE and high <= G_TOLERANCE):
         raise ValueError(
-            f"{op}: g spans [{low:.6g}, {high:.6g}]; a log decay must lie in [{G_MIN}, 0] "
-            "(bounded_log_decay makes one); below that a 16-token tile overflows"
+            f"{op}: g spans [{low:.6g}, {high:.6g}] outside padding; a log decay must lie in "
+            f"[{G_MIN}, 0], give or take {G_TOLERANCE} (bounded_log_decay makes one): below it a "
+            "16-token tile overflows, above it the state grows without bound"
         )
+
+
+def _check_scale(op: str, scale: Any, K: int, implementation: str) -> Any:
+    if scale is None:
+        return K**-0.5
+    if np.shape(scale) != ():
+        raise ValueError(f"{op}: scale has shape {np.shape(scale)}; it must be one number")
+    if isinstance(scale, jax.core.Tracer) and implementation != "pallas":
+        return scale
+    if isinstance(scale, jax.core.Tracer):
+        raise ValueError(f"{op}: scale is traced; the kernels need a number known when compiling")
+    try:
+        value = float(scale)
+    except (TypeError, ValueError):
+        value = float("nan")
+    if not np.isfinite(value):
+        raise ValueError(f"{op}: scale={scale!r}; it must be a finite number, such as {K**-0.5}")
+    return value
 
 
 def _state(initial_state, shape):

@@ -34,7 +34,15 @@ def recurrent_step(
     state [B,H,K,V] f32; q, k, g [B,H,K] (g <= 0, log decay); v [B,H,V]; beta [B,H], None for the
     additive rule; scale defaults to K**-0.5.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    B, H, K, V = *q.shape, v.shape[-1]
+    shapes = {"state": (B, H, K, V), "k": (B, H, K), "v": (B, H, V), "g": (B, H, K), "beta": (B, H)}
+    for name, x in {"state": state, "k": k, "v": v, "g": g, "beta": beta}.items():
+        if x is not None and x.shape != shapes[name]:
+            raise ValueError(
+                f"recurrent_step: {name} has shape {x.shape}; to go with q it must have shape "
+                f"{shapes[name]}"
+            )
+    scale = K**-0.5 if scale is None else scale
     q_BHK, k_BHK, u_BHV, g_BHK = (x.astype(jnp.float32) for x in (q, k, v, g))
     S_BHKV = jnp.exp(g_BHK)[..., None] * state
     if beta is not None:

@@ -20,8 +20,11 @@ CHUNK = 128  # tokens; fills the matrix unit's 128 x 128 with every product
 #     forward         1.77   1.57   1.52   1.38
 #     backward        2.57   2.35   2.35   2.30
 #     bundles a step  5,850  8,020  10,712 20,990  (backward)
-HEADS = 8
-LANES = 128
+HEADS = 8  # at widths of 128 in bf16; fewer where a head takes more room
+# Widths are padded to this: 64 lanes fill half a register, but padding them to 128 in HBM doubles
+# the traffic (K=V=64, H=96, T=8192 on v5p: forward 7.2 against 4.0 ms, most of it XLA's copies).
+LANES = 64
+SLOTS = 128  # of slot attention, that make a head of their own
 
 
 def bounded_decay_pallas(q, k, v, g, beta, initial_state, document, scale, *, interpret):
@@ -36,7 +39,7 @@ def bounded_decay_pallas(q, k, v, g, beta, initial_state, document, scale, *, in
         beta = _pad(beta.astype(jnp.float32).swapaxes(1, 2)[:, :, None], 1, CHUNK)
         beta = beta.reshape(*beta.shape[:2], -1, 1, CHUNK)
     inputs = (*inputs, _head_first(g.astype(jnp.float32)), beta)
-    plan = _plan(q.shape[2], scale, interpret)
+    plan = _plan(inputs, scale, interpret)
     o, S = _recurrence(inputs, _documents(document), _state_in(initial_state), plan)
     return _time_second(o, T, V).astype(v.dtype), _state_out(S, K, V)
 
@@ -49,28 +52,30 @@ def slot_attention_pallas(q, k, v, s, g, initial_state, document, scale, *, inte
     B, T, H, K = q.shape
     M, V = s.shape[-1], v.shape[-1]
     keys_BHMK, values_BHMV = initial_state
-    blocks = -(-M // LANES)
+    blocks = -(-M // SLOTS)
 
     def by_block(x_BTHM):  # [B, T, H, M] -> [B, H blocks, T, 128]
-        x_BTHM = jnp.pad(x_BTHM, ((0, 0), (0, 0), (0, 0), (0, blocks * LANES - M)))
-        return _head_first(x_BTHM.reshape(B, T, H * blocks, LANES))
+        x_BTHM = jnp.pad(x_BTHM, ((0, 0), (0, 0), (0, 0), (0, blocks * SLOTS - M)))
+        return _head_first(x_BTHM.reshape(B, T, H * blocks, SLOTS))
 
     def states_by_block(x_BHMV):  # [B, H, M, V] -> [B, H blocks, V, 128]
-        x_BHMV = jnp.pad(x_BHMV, ((0, 0), (0, 0), (0, blocks * LANES - M), (0, 0)))
-        return _state_in(x_BHMV.reshape(B, H * blocks, LANES, -1))
+        x_BHMV = jnp.pad(x_BHMV, ((0, 0), (0, 0), (0, blocks * SLOTS - M), (0, 0)))
+        return _state_in(x_BHMV.reshape(B, H * blocks, SLOTS, -1))
 
     def states_out(S, width):
-        return _state_out(S, LANES, width).reshape(B, H, blocks * LANES, width)[:, :, :M]
+        return _state_out(S, SLOTS, width).reshape(B, H, blocks * SLOTS, width)[:, :, :M]
 
     def repeat(x_BTHK):
         return _head_first(jnp.repeat(x_BTHK.astype(q.dtype), blocks, axis=2))
 
-    plan, document = _plan(H * blocks, 1.0, interpret), _documents(document)
     s, g = by_block(s.astype(q.dtype)), by_block(g.astype(jnp.float32))
-    scores, S_keys = _across(repeat(q), s, repeat(k), g, document, states_by_block(keys_BHMK), plan)
-    scores = _time_second(scores, T, LANES).reshape(B, T, H, blocks * LANES)[..., :M]
+    q_blocks, k_blocks, v_blocks = repeat(q), repeat(k), repeat(v)
+    plan, document = _plan((s, k_blocks, v_blocks), 1.0, interpret), _documents(document)
+    states = states_by_block(keys_BHMK)
+    scores, S_keys = _across(q_blocks, s, k_blocks, g, document, states, plan)
+    scores = _time_second(scores, T, SLOTS).reshape(B, T, H, blocks * SLOTS)[..., :M]
     p_BTHM = jax.nn.softmax(scale * scores.astype(jnp.float32))
-    inputs = (by_block(p_BTHM.astype(q.dtype)), s, repeat(v), g, None)
+    inputs = (by_block(p_BTHM.astype(q.dtype)), s, v_blocks, g, None)
     o, S_values = _recurrence(inputs, document, states_by_block(values_BHMV), plan)
     o_BTHV = _time_second(o, T, V).reshape(B, T, H, blocks, V).astype(jnp.float32).sum(3)
     return o_BTHV.astype(v.dtype), (states_out(S_keys, K), states_out(S_values, V))
@@ -125,11 +130,14 @@ def _across_backward(plan, residuals, gradients):
 _across.defvjp(_across_forward, _across_backward)
 
 
-def _plan(heads: int, scale: float, interpret) -> kernel.Plan:
+def _plan(inputs, scale: float, interpret) -> kernel.Plan:
+    heads, size = inputs[0].shape[1], inputs[0].dtype.itemsize
+    width = max(x.shape[-1] for x in inputs[:3])
+    most = max(1, HEADS * 128 * 2 // (max(128, width) * size))
     return kernel.Plan(
         scale=scale,
         chunk=CHUNK,
-        heads=max(d for d in range(1, HEADS + 1) if heads % d == 0),
+        heads=max(d for d in range(1, most + 1) if heads % d == 0),
         interpret=interpret,
     )
 

@@ -49,6 +49,7 @@ def short_chunks(monkeypatch):
     """Kernels of 32 tokens and 8 lanes instead of 128: what is interpreted compiles much faster."""
     monkeypatch.setattr(tpu, "CHUNK", 32)
     monkeypatch.setattr(tpu, "LANES", 8)
+    monkeypatch.setattr(tpu, "SLOTS", 8)
 
 
 @pytest.fixture

@@ -58,6 +58,52 @@ def test_choices_that_cannot_run_are_errors(x, op):
         call("triton")
 
 
+@pytest.mark.parametrize("implementation", ["ref", "chunked", "pallas"])
+def test_a_constant_decay_inside_a_trace_is_fine(x, implementation, short_chunks):
+    """Fixed decays a head, as in RetNet: g has values while q is traced."""
+    g = np.full(x["g"].shape, -0.1, np.float32)
+    run = lambda q, g: bounded_decay(q, x["k"], x["v"], g, implementation=implementation)[0]  # noqa: E731
+    np.testing.assert_allclose(
+        jax.jit(lambda q: run(q, g))(x["q"]), jax.jit(run)(x["q"], g), rtol=1e-5, atol=1e-6
+    )
+    with pytest.raises(ValueError, match=r"g spans \[-6, -6\]"):
+        jax.jit(lambda q: run(q, np.full_like(g, -6.0)))(x["q"])
+
+
+def test_g_outside_the_bound_is_named_padding_left_out(x):
+    segments = jnp.asarray([[1, 1, 0, 2, 2]], jnp.int32)
+    bounded_decay(**x | {"g": x["g"].at[:, 2].set(jnp.nan)}, segment_ids=segments)
+    for value in (0.1, -5.1, jnp.nan):
+        with pytest.raises(ValueError, match=r"a log decay must lie in \[-5.0, 0\]"):
+            bounded_decay(**x | {"g": x["g"].at[:, 3].set(value)}, segment_ids=segments)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"v": None}, "v has None; expected"),
+        ({"k": None}, "k has None; to go with q"),
+        ({"beta": 0.5}, "beta has 0.5; to go with q"),
+        ({"segment_ids": [[1] * 5]}, "segment_ids has shape None; it must be"),
+        ({"segment_ids": jnp.ones((1, 5))}, "segment_ids is float32; it must be int32"),
+        ({"scale": jnp.ones(3)}, "it must be one number"),
+        ({"scale": float("nan")}, "it must be a finite number"),
+        ({"g": jnp.zeros((1, 5, 2, 8), jnp.float16)}, "g is float16; it must be float32 or"),
+    ],
+)
+def test_bad_arguments_are_named(x, change, says):
+    with pytest.raises(ValueError, match=says):
+        bounded_decay(**x | change)
+
+
+def test_a_step_names_a_wrong_shape(x):
+    token = {n: x[n][:, 0] for n in ("q", "k", "v", "g", "beta")}
+    with pytest.raises(ValueError, match="recurrent_step: state has shape"):
+        recurrent_step(jnp.zeros((2, *x["initial_state"].shape[1:])), **token)
+    with pytest.raises(ValueError, match="recurrent_step: beta has shape"):
+        recurrent_step(x["initial_state"], **token | {"beta": token["beta"][:, 0]})
+
+
 @pytest.mark.parametrize("name", ["k", "v", "g", "beta", "initial_state"])
 def test_a_wrong_shape_names_the_argument(x, name):
     x[name] = jnp.concatenate([x[name]] * 2, axis=0)

@@ -73,21 +73,19 @@ def test_nan_at_padding_reaches_nothing(make, f32, implementation):
         assert not np.any(np.asarray(dirty_all[1][name])[SEGMENTS == 0]), name
 
 
-@pytest.mark.parametrize("implementation", ["chunked", "pallas"])
-def test_split_with_state_equals_whole_forward_and_backward(make, f32, error, implementation):
+def test_split_with_state_equals_whole_forward_and_backward(make, f32, error):
     """The gradient through final_state and into initial_state is what carries the second half."""
     x, cut = f32(make(2, 40)), 20
     segments = jnp.asarray(SEGMENTS[[0, 3]])
     state = x.pop("initial_state")
-    op = functools.partial(bounded_decay, implementation=implementation)
 
     def whole(x, state):
-        return op(**x, initial_state=state, segment_ids=segments)
+        return bounded_decay(**x, initial_state=state, segment_ids=segments)
 
     def halves(x, state):
         first, second = ({n: a[:, s] for n, a in x.items()} for s in (np.s_[:cut], np.s_[cut:]))
-        o_1, state = op(**first, initial_state=state, segment_ids=segments[:, :cut])
-        o_2, state = op(**second, initial_state=state, segment_ids=segments[:, cut:])
+        o_1, state = bounded_decay(**first, initial_state=state, segment_ids=segments[:, :cut])
+        o_2, state = bounded_decay(**second, initial_state=state, segment_ids=segments[:, cut:])
         return jnp.concatenate([o_1, o_2], 1), state
 
     # Cut where both rows are inside a document: a state carries no document id.

@@ -60,6 +60,12 @@ def _assert_within(errors, output, gradient):
     assert not {n: e for n, e in errors.items() if not e < limits[n]}
 
 
+@pytest.mark.parametrize("name", ["delta_floor", "delta_packed_63_65"])
+def test_f32_with_chunks_of_128(errors, name):
+    _assert_within(errors(name, dtype=jnp.float32, implementation="pallas"), 1e-5, 1e-4)
+
+
+@pytest.mark.usefixtures("short_chunks")
 @pytest.mark.parametrize("implementation", ["ref", "chunked", "pallas"])
 @pytest.mark.parametrize("name", DELTA + ADDITIVE)
 def test_f32(errors, name, implementation):

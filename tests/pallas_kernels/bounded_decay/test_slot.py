@@ -10,7 +10,6 @@ import pytest
 from pallas_kernels.bounded_decay import slot, slot_attention
 
 pytestmark = pytest.mark.usefixtures("short_chunks")
-IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["ref", "chunked", "pallas"])
 B, T, H, K, V, M = 2, 40, 2, 8, 6, 10
 
 

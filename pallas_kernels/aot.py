@@ -22,16 +22,15 @@ class Chip(NamedTuple):
     topology: str
     cores: int  # that a kernel's parallel grid axes are split over
     matrix_units: int  # a core's
-    matrix_rows: int  # rows and columns of a matrix unit
+    rows_a_cycle: int  # that a matrix unit takes in, bf16
     clock: float
     peak_flops: float  # bf16
     hbm_rate: float
-    hbm_bytes: float  # that a program may use
 
 
 CHIPS = {
-    "v5p": Chip("v5p:2x2x1", 2, 4, 128, 1.75e9, 459e12, 2.765e12, 95.7e9),
-    "v6e": Chip("v6e:2x2", 1, 2, 256, 1.75e9, 918e12, 1.64e12, 31.2e9),
+    "v5p": Chip("v5p:2x2x1", 2, 4, 1, 1.75e9, 459e12, 2.765e12),
+    "v6e": Chip("v6e:2x2", 1, 2, 2, 1.75e9, 918e12, 1.64e12),
 }
 
 

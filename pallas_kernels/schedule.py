@@ -17,9 +17,9 @@ from pallas_kernels.aot import Chip
 _BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(LH|LB|LE|PB|PF|CT)?\s*:\s*((?:>\s*)*)\{")
 _TRIPS = re.compile(r"scmp\.\w+\.[su]32\.\w+ %\w+, (\d+) /\* loop exit test")
 _BOUNDS = re.compile(r"iteration_bounds: \(([^)]*)\)")
-_PRODUCT = re.compile(r"= vmatmul\.(\w+)")
+_PRODUCT = re.compile(r"= vmatmul\.[\w.]*?(f32|bf16|\w8)\b")
 _VMEM = re.compile(r"#allocation\d+ \[shape = '[^']*', space=vmem, size = (0x[0-9a-f]+)")
-_ROWS = {"f32": 8}  # operand rows one vmatmul streams, one a cycle; 16 for two-byte types
+_ROWS = {"f32": 8}  # operand rows of one vmatmul; 16 for two-byte types
 
 
 class KernelCost(NamedTuple):
@@ -62,7 +62,7 @@ def kernel_cost(name: str, dump: Path, chip: Chip) -> KernelCost:
     def cycles(first: int, last: int) -> int:  # of one pass, loops inside it counted once
         body = "".join(b.text for b in bundles[first : last + 1])
         rows = sum(_ROWS.get(kind, 16) for kind in _PRODUCT.findall(body))
-        return max(last - first + 1, rows // chip.matrix_units)
+        return max(last - first + 1, rows // (chip.matrix_units * chip.rows_a_cycle))
 
     total = cycles(0, len(bundles) - 1)
     for loop in loops:
@@ -80,7 +80,7 @@ def kernel_cost(name: str, dump: Path, chip: Chip) -> KernelCost:
         cycles=total,
         step_bundles=main.last - main.first + 1,
         steps=main.trips,
-        matrix_share=rows / chip.matrix_units / cycles(main.first, main.last),
+        matrix_share=rows / (chip.matrix_units * chip.rows_a_cycle) / cycles(main.first, main.last),
         spills=len(re.findall(r"vst \[vmem:\[#allocation\d+_spill\]", body)),
         vmem=sum(int(size, 16) for size in _VMEM.findall(original)) + 4096 * len(slots),
     )

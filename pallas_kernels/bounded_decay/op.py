@@ -233,7 +233,9 @@ def _marked_documents(segment_ids, shape):
 def _fold_padding(inputs, segment_ids_BT):
     """Zero the inputs at padding; number the documents 0, 1, ... along each row (int32 [B,T])."""
     if segment_ids_BT is None:
-        return inputs, jnp.zeros(inputs[0].shape[:2], jnp.int32)
+        # Zeros that are split over devices as the inputs are; XLA computes nothing of it.
+        none_BT = jnp.isnan(jnp.sum(inputs[0], (2, 3))) & False
+        return inputs, none_BT.astype(jnp.int32)
     real_BT = segment_ids_BT != 0
 
     def fold(x):

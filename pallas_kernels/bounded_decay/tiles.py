@@ -52,7 +52,8 @@ def split_chunks(inputs, document_BT, C: int, group: int = 1):
         B, _, H, K = x.shape
         return x.reshape(B, -1, group, C, H, K).transpose(1, 2, 0, 4, 3, 5)
 
-    document = jnp.pad(document_BT, ((0, 0), (0, pad)), mode="edge")
+    last_BT = jnp.broadcast_to(document_BT[:, -1:], (document_BT.shape[0], pad))
+    document = jnp.concatenate([document_BT, last_BT], 1)
     document_NBC = document.reshape(document.shape[0], -1, C).swapaxes(0, 1)
     last_NB = document_NBC[:, :, -1]
     before_NB = jnp.concatenate([jnp.zeros_like(last_NB[:1]), last_NB[:-1]])

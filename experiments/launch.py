@@ -59,13 +59,12 @@ def apply_overrides(config: ConfigDict, argv: list[str]) -> None:
             raise UserError(f"unexpected argument {a!r}{hint}")
         if "=" not in a:
             raise UserError(f"{a}: write it as {a}=VALUE")
-        check_field(config, a)
+        default = find_field(config, a)
         values = flags.FlagValues()
         try:
             config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=[a])
             values(["launch", a])
         except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as e:
-            default = _field(config, a)
             raise UserError(
                 f"{a}: expected {type(default).__name__}, such as {default!r}"
                 if not isinstance(default, ConfigDict)
@@ -73,14 +72,8 @@ def apply_overrides(config: ConfigDict, argv: list[str]) -> None:
             ) from e
 
 
-def _field(config: ConfigDict, argument: str) -> Any:
-    for name in argument.partition("=")[0].removeprefix("--config.").split("."):
-        config = config[name]
-    return config
-
-
-def check_field(config: ConfigDict, argument: str) -> None:
-    """Refuses `--config.a.b=value` unless the config has a field a.b; names the nearest one."""
+def find_field(config: ConfigDict, argument: str) -> Any:
+    """The present value of a.b in `--config.a.b=value`; without such a field, names the nearest."""
     path = argument.partition("=")[0].removeprefix("--config.").split(".")
     for depth, name in enumerate(path):
         if not isinstance(config, ConfigDict) or name not in config:
@@ -91,6 +84,7 @@ def check_field(config: ConfigDict, argument: str) -> None:
             has = f"{where} has {', '.join(fields)}" if fields else f"{where} is a single value"
             raise UserError(f"{argument}: no such field; {has}{hint}")
         config = config[name]
+    return config
 
 
 def available_bytes() -> tuple[int, str]:

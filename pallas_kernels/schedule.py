@@ -59,10 +59,13 @@ def kernel_cost(name: str, dump: Path, chip: Chip) -> KernelCost:
     bundles = _bundles(text)
     loops = _loops(bundles, _grid_steps(text))
 
-    def cycles(first: int, last: int) -> int:  # of one pass, loops inside it counted once
+    def streaming(first: int, last: int) -> float:  # cycles that the operand rows take
         body = "".join(b.text for b in bundles[first : last + 1])
         rows = sum(_ROWS.get(kind, 16) for kind in _PRODUCT.findall(body))
-        return max(last - first + 1, rows // (chip.matrix_units * chip.rows_a_cycle))
+        return rows / (chip.matrix_units * chip.rows_a_cycle)
+
+    def cycles(first: int, last: int) -> int:  # of one pass, loops inside it counted once
+        return max(last - first + 1, int(streaming(first, last)))
 
     total = cycles(0, len(bundles) - 1)
     for loop in loops:
@@ -72,7 +75,6 @@ def kernel_cost(name: str, dump: Path, chip: Chip) -> KernelCost:
     whole = _Loop(0, len(bundles) - 1, 0, 1)
     main = max((x for x in loops if x.depth == 1), key=lambda x: x.last - x.first, default=whole)
     body = "".join(b.text for b in bundles[main.first : main.last + 1])
-    rows = sum(_ROWS.get(kind, 16) for kind in _PRODUCT.findall(body))
     original = _newest(dump, f"*-{name}-*original.txt").read_text()
     slots = set(re.findall(r"vst \[vmem:\[(#allocation\d+_spill)\]", text))  # 4 KiB each
     return KernelCost(
@@ -80,7 +82,7 @@ def kernel_cost(name: str, dump: Path, chip: Chip) -> KernelCost:
         cycles=total,
         step_bundles=main.last - main.first + 1,
         steps=main.trips,
-        matrix_share=rows / (chip.matrix_units * chip.rows_a_cycle) / cycles(main.first, main.last),
+        matrix_share=streaming(main.first, main.last) / cycles(main.first, main.last),
         spills=len(re.findall(r"vst \[vmem:\[#allocation\d+_spill\]", body)),
         vmem=sum(int(size, 16) for size in _VMEM.findall(original)) + 4096 * len(slots),
     )

@@ -45,8 +45,8 @@ class _Chunks(NamedTuple):
     """What split_chunks returns: groups of chunks, one group or one chunk."""
 
     inputs: tuple  # q (scaled), k, v, g, beta [...,B,H,C,width]
-    document: jax.Array  # [...,B,C]
-    before: jax.Array  # [...,B]
+    document: jax.Array | None  # int32 [...,B,C]; None in a gradient
+    before: jax.Array | None  # int32 [...,B]
 
     def open(self):
         """One chunk's inputs in f32 and its decays."""

@@ -43,27 +43,27 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 def per_shard(
     f: Callable[..., tuple[jax.Array, Any]],
     rows: tuple[jax.Array, ...],
-    whole: tuple[jax.Array, ...],
+    whole: tuple[Any, ...],
 ) -> tuple[jax.Array, Any]:
-    """f(*rows, *whole) -> (y, totals), run by every device on its own rows of the batch.
+    """f(*rows, *whole) -> (y, parts), run by every device on its own rows of the batch.
 
-    `rows` and y are split along their first axis; `whole` is the same everywhere, and so are the
-    totals, which are added up over the devices. For what XLA cannot split by itself, such as a sort
-    over tokens. Outside a mesh it is f itself.
+    `rows` and y are split along their first axis; `whole` is the same everywhere. Each leaf of
+    `parts` gets a leading axis with one entry a device (one, outside a mesh): summing it is left to
+    the caller, who can do it once for many layers and micro-batches. For what XLA cannot split by
+    itself, such as a sort over tokens.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return f(*rows, *whole)
 
-    def local(*args: jax.Array) -> tuple[jax.Array, Any]:
-        y, totals = f(*args)
-        return y, jax.tree.map(lambda x: jax.lax.psum(x, MESH_AXES), totals)
+    def local(*args: Any) -> tuple[jax.Array, Any]:
+        y, parts = f(*args)
+        return y, jax.tree.map(lambda x: x[None], parts)
+
+    if mesh.empty:
+        return local(*rows, *whole)
 
     split = spec(("batch",))
     specs = (split,) * len(rows) + (PartitionSpec(),) * len(whole)
     # check_vma=False: expert_ffn's own backward rule cannot insert the sum over shards that the
     # gradient of a replicated weight needs; without the check shard_map inserts it.
-    sharded = jax.shard_map(
-        local, in_specs=specs, out_specs=(split, PartitionSpec()), check_vma=False
-    )
+    sharded = jax.shard_map(local, in_specs=specs, out_specs=(split, split), check_vma=False)
     return sharded(*rows, *whole)

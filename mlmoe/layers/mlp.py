@@ -22,4 +22,6 @@ class MLP(nn.Module):
         w_in = param(self, "w_in", fan_in(D), (P, D, F), "part embed hidden")
         w_out = param(self, "w_out", fan_in(F, OUT), (F, D), "hidden embed")
         z_PBTF = [project("BTD,DF->BTF", x_BTD, w) for w in w_in]
-        return project("BTF,FD->BTD", glu(z_PBTF, self.activation), w_out)
+        h_BTF = glu(z_PBTF, self.activation)
+        self.sow("measured", "largest_h", jnp.max(jnp.abs(h_BTF)))  # nothing, unless asked for
+        return project("BTF,FD->BTD", h_BTF, w_out)

@@ -1,0 +1,1 @@
+"""Small studies that decide defaults; `python -m experiments.ablate --help` lists them."""

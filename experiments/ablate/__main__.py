@@ -1,0 +1,72 @@
+"""Small studies that decide defaults.
+
+    python -m experiments.ablate hybrid_vs_dense   the architecture and a dense GPT, at equal time
+    python -m experiments.ablate balance           strategies of expert balance, side by side
+    python -m experiments.ablate activation        SiTU-GLU four and capped, swiglu: equal parameters
+    python -m experiments.ablate latent            the experts' width: D, D/2, D/4 at equal FLOPs
+    python -m experiments.ablate step_time         the tiny step, split into its parts
+
+Each prints a Markdown table; balance, activation and latent also write CSV and PNG to --out. They
+train 8k:tiny with one thing changed, three seeds an arm; `--seeds=1 --steps=100` is a quick look.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from experiments.ablate import activation, balance, hybrid_vs_dense, latent
+from mlmoe.errors import UserError
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.ablate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    studies = parser.add_subparsers(dest="study", required=True)
+    compare = studies.add_parser("hybrid_vs_dense", help="the architecture against a dense GPT")
+    compare.add_argument("--seeds", type=int, default=3)
+    compare.add_argument("--seconds", type=float, default=180.0, help="of training, an arm")
+    balance.arguments(studies.add_parser("balance", help="strategies of expert balance"))
+    for name, text in (("activation", "SiTU-GLU and swiglu"), ("latent", "the experts' width")):
+        study = studies.add_parser(name, help=text)
+        study.add_argument("--seeds", type=int, default=3)
+        study.add_argument("--steps", type=int, default=500)
+        study.add_argument("--out", type=Path, default=Path("runs/ablate"))
+    studies.add_parser("step_time", help="the tiny step, split into its parts")
+    arm = studies.add_parser("arm", help="one row of hybrid_vs_dense, as JSON")
+    arm.add_argument("name", choices=tuple(hybrid_vs_dense.ARMS))
+    arm.add_argument("seed", type=int)
+    arm.add_argument("seconds", type=float)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    """One study; returns the exit code."""
+    args = parse(argv)
+    try:
+        match args.study:
+            case "hybrid_vs_dense":
+                hybrid_vs_dense.study(args.seeds, args.seconds)
+            case "balance":
+                balance.study(args.seeds, args.steps, args.experts, args.strategies, args.out)
+            case "activation":
+                activation.study(args.seeds, args.steps, args.out)
+            case "latent":
+                latent.study(args.seeds, args.steps, args.out)
+            case "step_time":
+                from experiments.ablate.step_time import step_time
+
+                step_time()
+            case "arm":
+                print(json.dumps(hybrid_vs_dense.run_arm(args.name, args.seed, args.seconds)))
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

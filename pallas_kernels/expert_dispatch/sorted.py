@@ -21,31 +21,31 @@ from pallas_kernels.expert_dispatch import grouped
 from pallas_kernels.expert_dispatch.activations import glu
 
 
-class _Order(NamedTuple):
+class Order(NamedTuple):
     pair_M: jax.Array  # the pair in row m
     place_NA: jax.Array  # the row of each pair
     counts_E: jax.Array  # rows of each expert; then come the pairs that have none
     real_NA: jax.Array  # whether the pair has an expert
 
 
-def _expert_order(experts_NA: jax.Array, experts: int) -> _Order:
+def expert_order(experts_NA: jax.Array, experts: int) -> Order:
     real_NA = (experts_NA >= 0) & (experts_NA < experts)
     expert_M = jnp.where(real_NA, experts_NA, experts).reshape(-1)
     pair_M = jnp.argsort(expert_M, stable=True).astype(jnp.int32)
     rows_M = jnp.arange(pair_M.size, dtype=jnp.int32)
     place_M = jnp.zeros_like(pair_M).at[pair_M].set(rows_M, unique_indices=True)
     counts_E = jnp.sum(expert_M[:, None] == jnp.arange(experts)[None, :], axis=0, dtype=jnp.int32)
-    return _Order(pair_M, place_M.reshape(experts_NA.shape), counts_E, real_NA)
+    return Order(pair_M, place_M.reshape(experts_NA.shape), counts_E, real_NA)
 
 
-def _to_experts(rows_NR: jax.Array, order: _Order) -> jax.Array:
+def _to_experts(rows_NR: jax.Array, order: Order) -> jax.Array:
     """Each row's token, in expert order. Pairs without expert read 0: their token may hold NaN."""
     choices = order.real_NA.shape[1]
     owned_M1 = jnp.arange(order.pair_M.size)[:, None] < order.counts_E.sum()
     return jnp.where(owned_M1, rows_NR[order.pair_M // choices], 0)
 
 
-def _weights(weights_NA: jax.Array, order: _Order) -> jax.Array:
+def _weights(weights_NA: jax.Array, order: Order) -> jax.Array:
     return jnp.where(order.real_NA, weights_NA.astype(jnp.float32), 0)
 
 
@@ -63,7 +63,7 @@ def expert_ffn(
 
 
 def _forward(x_NR, experts_NA, weights_NA, w_in_EPRF, w_out_EFR, activation):
-    order = _expert_order(experts_NA, w_in_EPRF.shape[0])
+    order = expert_order(experts_NA, w_in_EPRF.shape[0])
     z = grouped.dot(_to_experts(x_NR, order), w_in_EPRF, order.counts_E)
     (out_MR,) = grouped.dot(glu(z, activation), w_out_EFR[:, None], order.counts_E)
     out_NAR = out_MR[order.place_NA].astype(jnp.float32)

@@ -44,7 +44,7 @@ def _dot(x, w, contract=(1, 0)):
     )
 
 
-def _call(body, name, visits: Visits, grid, in_specs, outs, interpret, *, scratch=(), aliases=None):
+def _call(body, name, visits: Visits, grid, in_specs, outs, interpret, scratch=()):
     """The kernel over `grid` and then the visits. outs: pairs (BlockSpec, ShapeDtypeStruct)."""
     semantics: Any = ("parallel",) + ("arbitrary",) * len(grid)
     run = pl.pallas_call(
@@ -60,7 +60,6 @@ def _call(body, name, visits: Visits, grid, in_specs, outs, interpret, *, scratc
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=semantics, vmem_limit_bytes=VMEM, disable_bounds_checks=True
         ),
-        input_output_aliases=aliases or {},
         interpret=interpret,
         name=name,
     )
@@ -151,10 +150,7 @@ def glu_grad(dy_MR, w_out_EFR, z_PMF, p_M1, visits, activation, *, tm, tf, inter
         ),
     ]
     body = functools.partial(_glu_grad, activation=activation)
-    # dz takes the place of z, of which each block is read once: operand 5, after the three lists.
-    call = _call(
-        body, "expert_glu_grad", visits, (F // tf,), in_specs, outs, interpret, aliases={5: 1}
-    )
+    call = _call(body, "expert_glu_grad", visits, (F // tf,), in_specs, outs, interpret)
     return tuple(call(dy_MR, w_out_EFR, z_PMF, p_M1))
 
 
@@ -185,5 +181,5 @@ def outer(x_MK, dz_PMF, visits, experts, *, tm, tk, tf, interpret):
     outs = [(out, jax.ShapeDtypeStruct((experts, P, K, F), x_MK.dtype))]
     scratch = [pltpu.VMEM((P, tk, tf), jnp.float32)]
     grid = (F // tf, K // tk)
-    call = _call(_outer, "expert_outer", visits, grid, in_specs, outs, interpret, scratch=scratch)
+    call = _call(_outer, "expert_outer", visits, grid, in_specs, outs, interpret, scratch)
     return call(x_MK, dz_PMF)[0]

@@ -38,8 +38,8 @@ def expert_ffn(
       w_out_EFR: the output matrix of each expert; dtype of x.
       activation: `four` (P = 3), `capped` or `swiglu` (P = 2).
       implementation: `ref` (all experts on all tokens), `sorted` (plain jnp) or `pallas` (TPU
-        kernels; elsewhere they are interpreted, slowly); None is `pallas` on a TPU and `sorted`
-        elsewhere.
+        kernels; elsewhere they are interpreted, slowly; inside shard_map only with
+        check_vma=False); None is `pallas` on a TPU and `sorted` elsewhere.
 
     Returns:
       y_NR in the dtype of x.

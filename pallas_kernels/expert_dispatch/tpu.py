@@ -7,7 +7,8 @@ another product (p~ h, dz, dp~), then dw_out, dw_in and dx~.
 
 Kept for the gradient is z in the dtype of x, 2 P F bytes a row in bf16 (18 KiB at P = 3, F = 3072);
 without it x~ w_in would be computed again, a quarter more matrix work in the whole of a step. x~
-(2 R bytes a row) is gathered again, and p~ h is written by the backward kernel.
+(2 R bytes a row) is gathered again, and p~ h is written by the backward kernel. The gathers and
+their memory are those of N A rows, also where few pairs have an expert; the kernels' work is not.
 """
 
 import functools

@@ -78,17 +78,38 @@ def test_no_races_and_nothing_uninitialised_is_read(narrow_blocks):
     assert not getattr(getattr(interpreter, "races", None), "races_found", False)
 
 
-def _everything(interpret):
-    """(y, all gradients) of 21 tokens, four of them NaN and without expert; expert 5 is unused."""
-    rng = np.random.default_rng(0)
-    N, A, E, P, R, F = 21, 2, 6, 2, 6, 10
-    experts_NA = rng.integers(0, E - 1, size=(N, A)).astype(np.int32)
+def test_a_bad_token_reaches_its_own_expert_only(narrow_blocks):
+    """Tiles are filled up with whatever rows, also with token 0's: no gradient may see them."""
+    clean = jax.jit(lambda: _everything(True))()
+    y, dx, dweights, dw_in, dw_out = jax.jit(lambda: _everything(True, bad=1))()
+    rest, (first, second) = np.arange(21) != 1, _experts()[1]
+    for got, want in zip((y, dx, dweights), clean[:3], strict=True):
+        np.testing.assert_array_equal(got[rest], want[rest])
+    others = np.setdiff1d(np.arange(6), [first, second])
+    for got, want in zip((dw_in, dw_out), clean[3:], strict=True):
+        np.testing.assert_array_equal(got[others], want[others])
+        assert np.isnan(got[first]).any() and np.isnan(got[second]).any()
+
+
+def _experts():
+    experts_NA = np.random.default_rng(0).integers(0, 5, size=(21, 2)).astype(np.int32)
     experts_NA[[0, 7, 8, 20]] = -1
     experts_NA[3, 1] = -1
+    return experts_NA
+
+
+def _everything(interpret, bad=None):
+    """(y, all gradients) of 21 tokens, four of them NaN and without expert; expert 5 is unused.
+
+    bad: one more token that is NaN."""
+    rng, experts_NA = np.random.default_rng(1), _experts()
+    (N, A), E, P, R, F = experts_NA.shape, 6, 2, 6, 10
     shapes = (N, R), (N, A), (E, P, R, F), (E, F, R), (N, R)
     x, weights, w_in, w_out, dy = (rng.normal(size=s).astype(np.float32) for s in shapes)
     for rows in (x, weights, dy):
         rows[[0, 7, 8, 20]] = np.nan
+    if bad is not None:
+        x[bad] = np.nan
 
     def run(x, weights, w_in, w_out):
         args = x, experts_NA, weights, w_in, w_out, "capped"

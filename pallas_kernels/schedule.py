@@ -9,6 +9,7 @@ bound beside it: good for comparing two kernels, not for promising a speed.
 
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ _TRIPS = re.compile(r"scmp\.\w+\.[su]32\.\w+ %\w+, (\d+) /\* loop exit test")
 _BOUNDS = re.compile(r"iteration_bounds: \(([^)]*)\)")
 _PRODUCT = re.compile(r"= vmatmul\.[\w.]*?(f32|bf16|\w8)\b")
 _VMEM = re.compile(r"#allocation\d+ \[shape = '[^']*', space=vmem, size = (0x[0-9a-f]+)")
+_GATHER = re.compile(r"%gather[\w.\-]* = (\w+)\[([\d,]*)\]\S* fusion\([^\n]*kind=kCustom")
 _ROWS = {"f32": 8}  # operand rows of one vmatmul; 16 for two-byte types
 
 
@@ -47,17 +49,21 @@ class _Loop(NamedTuple):
     trips: int
 
 
-def kernel_cost(name: str, dump: Path, chip: Chip) -> KernelCost:
+def kernel_cost(name: str, dump: Path, chip: Chip, visits: int = 1) -> KernelCost:
     """The cost of the kernel `name` from the files in `dump`.
 
     A loop's step takes its bundles, or the rows its matrix units must stream where those are more.
+    Both sides of a branch count.
+
+    visits: the length to assume of a grid axis, or else of the outermost loop, where it is known
+      only when the program runs.
 
     Raises:
       FileNotFoundError: the compiler wrote no schedule for it.
     """
     text = _newest(dump, f"*-{name}-*final_bundles.txt", "schedule-analysis").read_text()
     bundles = _bundles(text)
-    loops = _loops(bundles, _grid_steps(text))
+    loops = _loops(bundles, _grid_steps(text, visits), visits)
 
     def streaming(first: int, last: int) -> float:  # cycles that the operand rows take
         body = "".join(b.text for b in bundles[first : last + 1])
@@ -109,18 +115,16 @@ def _bundles(text: str) -> list[_Bundle]:
     return bundles
 
 
-def _grid_steps(text: str) -> int | None:
-    """Grid steps of one core, where they are known at compile time."""
+def _grid_steps(text: str, visits: int) -> int | None:
+    """Grid steps of one core; an axis of unknown length is written as 2^31 - 1."""
     found = _BOUNDS.search(text)
     if not found:
         return None
-    steps = 1
-    for bound in found.group(1).split(","):
-        steps *= int(bound)
-    return steps if 0 < steps < 2**31 - 1 else None
+    bounds = [int(bound) for bound in found.group(1).split(",")]
+    return math.prod(visits if bound == 2**31 - 1 else bound for bound in bounds) or None
 
 
-def _loops(bundles: list[_Bundle], grid: int | None) -> list[_Loop]:
+def _loops(bundles: list[_Bundle], grid: int | None, visits: int) -> list[_Loop]:
     """The loops, outer ones first; one whose length is not in the program counts as a single trip.
 
     A loop begins at its mark (LH header, LB body) and ends with the last bundle of its depth before
@@ -136,8 +140,10 @@ def _loops(bundles: list[_Bundle], grid: int | None) -> list[_Loop]:
         found = _TRIPS.findall(" ".join(b.text for b in bundles[max(n, last - 24) : last + 1]))
         trips = int(found[-1]) if found else 1
         # The grid's loop is the outermost; two steps more fill and drain its copies.
-        if depth == 1 and grid and (trips == grid + 2 or not found):
+        if depth == 1 and grid and trips == grid + 2:
             trips = grid
+        if depth == 1 and not found:
+            trips = max(grid or 1, visits)
         loops.append(_Loop(n, last, depth, trips))
     return loops
 
@@ -184,7 +190,43 @@ def _while_trips(line: str, condition: list[str]) -> int:
     return max(map(int, constants), default=1)
 
 
+def gathered_bytes(hlo: str) -> int:
+    """Read and written by gathers, of whose time the compiler gives no usable estimate."""
+    total = 0
+    for kind, shape in _GATHER.findall(hlo):
+        total += 2 * (2 if kind == "bf16" else 4) * math.prod(int(n) for n in shape.split(",") if n)
+    return total
+
+
 def kernel_names(hlo: str) -> list[str]:
     """Names of the Pallas kernels in a compiled program, one for each call."""
-    call = r'%([\w.\-]+) = [^\n]*custom_call_target="tpu_custom_call"'
-    return [m.group(1) for m in re.finditer(call, hlo)]
+    return [name for name, _ in _kernel_calls(hlo)]
+
+
+def kernel_costs(
+    hlo: str, dump: Path, chip: Chip, visits: Callable[[str], int] = lambda name: 1
+) -> list[KernelCost]:
+    """`kernel_cost` of every call; visits: from a kernel's name.
+
+    Of equal kernels in one program the compiler may write a single schedule, under any name.
+    """
+    calls = _kernel_calls(hlo)
+    costs = []
+    for name, body in calls:
+        equal = [other for other, text in calls if text == body]
+        written = [x for x in (name, *equal) if any(dump.glob(f"*-{x}-*final_bundles.txt"))]
+        cost = kernel_cost(written[0] if written else name, dump, chip, visits(name))
+        costs.append(cost._replace(name=name))
+    return costs
+
+
+def _kernel_calls(hlo: str) -> list[tuple[str, str]]:
+    """(name, what distinguishes the kernel) of each call."""
+    calls = []
+    for line in hlo.splitlines():
+        found = re.search(r'%([\w.\-]+) = .*custom_call_target="tpu_custom_call"(.*)', line)
+        if found:
+            body = re.search(r'"body":"[^"]*"', found.group(2))
+            shapes = re.search(r"operand_layout_constraints=\S.*?\}\},?", found.group(2))
+            calls.append((found.group(1), f"{shapes and shapes.group()}{body and body.group()}"))
+    return calls

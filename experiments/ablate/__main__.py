@@ -2,7 +2,7 @@
 
     python -m experiments.ablate hybrid_vs_dense   the architecture and a dense GPT, at equal time
     python -m experiments.ablate balance           strategies of expert balance, side by side
-    python -m experiments.ablate activation        SiTU-GLU four and capped, swiglu: equal parameters
+    python -m experiments.ablate activation        SiTU-GLU and swiglu at equal parameters
     python -m experiments.ablate latent            the experts' width: D, D/2, D/4 at equal FLOPs
     python -m experiments.ablate step_time         the tiny step, split into its parts
 

@@ -5,7 +5,6 @@ h is the product that enters the output matrix of a feed-forward layer, here of 
 `capped` is bounded by 100 by construction, `four` in its gate only, SwiGLU not at all.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +101,7 @@ def study(seeds: int, steps: int, out: Path) -> None:
     _plot(curves, out / "activation.png")
 
 
-def _plot(curves: dict[str, Sequence[float]], path: Path) -> None:
+def _plot(curves: dict[str, list[float]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")

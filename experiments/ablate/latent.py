@@ -36,7 +36,8 @@ def study(seeds: int, steps: int, out: Path) -> None:
     curves: dict[str, list[float]] = {}
     for seed in range(seeds):
         for name, change in ARMS.items():
-            config, losses = tiny(change, seed, steps), []
+            config = tiny(change, seed, steps)
+            losses: list[float] = []
 
             def look(state: Any, metrics: Any, losses: list[float] = losses) -> None:
                 losses.append(float(metrics.loss))

@@ -5,9 +5,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.expert_dispatch import ref
+from pallas_kernels.expert_dispatch import ref, tpu
 from pallas_kernels.expert_dispatch import sorted as sorted_rows
 from pallas_kernels.expert_dispatch.activations import parts
+from pallas_kernels.platform import on_tpu
 
 Implementation = Literal["ref", "sorted", "pallas"]
 
@@ -36,27 +37,29 @@ def expert_ffn(
       w_in_EPRF: P input matrices an expert, ordered as in `activations.glu`; dtype of x.
       w_out_EFR: the output matrix of each expert; dtype of x.
       activation: `four` (P = 3), `capped` or `swiglu` (P = 2).
-      implementation: `ref` (all experts on all tokens), `sorted`, or None for `sorted`.
+      implementation: `ref` (all experts on all tokens), `sorted` (plain jnp) or `pallas` (TPU
+        kernels; elsewhere they are interpreted, slowly; inside shard_map only with
+        check_vma=False); None is `pallas` on a TPU and `sorted` elsewhere.
 
     Returns:
       y_NR in the dtype of x.
 
     Raises:
-      ValueError: shapes, dtypes or names that do not fit. NotImplementedError: `pallas`.
+      ValueError: shapes, dtypes or names that do not fit; widths too large for `pallas`.
     """
     _check(x_NR, experts_NA, weights_NA, w_in_EPRF, w_out_EFR, activation)
     args: tuple[Any, ...] = (x_NR, experts_NA, weights_NA, w_in_EPRF, w_out_EFR)
     args = (*map(jnp.asarray, args), activation)
-    match implementation:
-        case None | "sorted":
+    match implementation or ("pallas" if on_tpu() else "sorted"):
+        case "sorted":
             return sorted_rows.expert_ffn(*args)
         case "ref":
             return ref.expert_ffn(*args)
         case "pallas":
-            raise NotImplementedError(
-                "expert_ffn has no 'pallas' implementation yet; the choices are 'ref' and 'sorted'"
-            )
-    raise ValueError(f"implementation is {implementation!r}; the choices are 'ref' and 'sorted'")
+            return tpu.expert_ffn(*args, interpret=not on_tpu())
+    raise ValueError(
+        f"implementation is {implementation!r}; the choices are 'ref', 'sorted' and 'pallas'"
+    )
 
 
 def _check(x_NR, experts_NA, weights_NA, w_in_EPRF, w_out_EFR, activation) -> None:

@@ -1,6 +1,7 @@
 """The train step of the main job, compiled by the real TPU compiler, with our kernels in it."""
 
 import importlib.util
+import re
 
 import jax
 import pytest
@@ -16,10 +17,9 @@ from pallas_kernels import aot, schedule
     importlib.util.find_spec("libtpu") is None,
     reason="needs libtpu, which has wheels for Linux only (extra [plan])",
 )
-def test_the_train_step_compiles_for_v5p_with_the_recurrence_as_kernels():
+def test_the_train_step_compiles_for_v5p_with_our_kernels():
     c = configs.load("8k:tiny")
     c.context, c.model.dtype = 64, "bfloat16"
-    c.model.moe.dense_layers = 2  # the experts have no kernel of ours yet
     config = from_dict(TrainConfig, c.to_dict())
     mesh, program = aot.mesh("v5p"), make_program(config)
     args, whole = (abstract_state(program, mesh), abstract_batch(config, mesh)), sharding(mesh)
@@ -29,3 +29,6 @@ def test_the_train_step_compiles_for_v5p_with_the_recurrence_as_kernels():
     names = schedule.kernel_names(compiled.as_text())
     assert sum(n.startswith("bounded_decay_forward") for n in names) == 1
     assert sum(n.startswith("bounded_decay_backward") for n in names) == 1
+    assert {"glu", "glu_grad", "product", "outer"} <= {
+        found.group(1) for n in names if (found := re.search(r"expert_([a-z]+(_grad)?)", n))
+    }

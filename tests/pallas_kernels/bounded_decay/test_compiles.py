@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import aot, bench, schedule
+from pallas_kernels import aot, schedule
+from pallas_kernels.bounded_decay import cases
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
@@ -17,9 +18,9 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize(("chip", "T"), [("v5p", 8192), ("v5p", 65536), ("v6e", 65536)])
 def test_gradient_at_full_width(chip, T):
     """96 heads of 128: 0.62 GB of temporaries were measured for 8,192 tokens; they grow with T."""
-    shape = bench.Shape(B=1, T=T, H=96, K=128, V=128)
-    f = bench.function_of("pallas", "forward+backward")
-    compiled = aot.compile_for(chip, f, *bench.arguments(shape, jnp.bfloat16))
+    shape = cases.Shape(B=1, T=T, H=96, K=128, V=128)
+    f = cases.function_of("pallas", "forward+backward")
+    compiled = aot.compile_for(chip, f, *cases.arguments(shape, jnp.bfloat16))
     assert len(schedule.kernel_names(compiled.as_text())) == 2
     assert compiled.memory_analysis().temp_size_in_bytes < 0.7e9 * T / 8192
 
@@ -29,9 +30,9 @@ def test_gradient_at_full_width(chip, T):
     [(1, 128, 128, jnp.bfloat16), (3, 64, 96, jnp.float32), (8, 256, 256, jnp.float32)],
 )
 def test_other_widths_compile(heads, K, V, dtype):
-    shape = bench.Shape(B=2, T=200, H=heads, K=K, V=V)
-    f = bench.function_of("pallas", "forward+backward")
-    aot.compile_for("v5p", f, *bench.arguments(shape, dtype))
+    shape = cases.Shape(B=2, T=200, H=heads, K=K, V=V)
+    f = cases.function_of("pallas", "forward+backward")
+    aot.compile_for("v5p", f, *cases.arguments(shape, dtype))
 
 
 def test_slot_attention_compiles():
@@ -54,7 +55,7 @@ def test_none_is_the_kernel_where_the_trace_is_for_a_tpu():
 
     q, _, v, g, beta, _ = (
         jax.ShapeDtypeStruct((a.shape[0], a.shape[2], a.shape[1], *a.shape[3:]), a.dtype)
-        for a in bench.arguments(bench.Shape(1, 128, 2, 128, 128), jnp.bfloat16)
+        for a in cases.arguments(cases.Shape(1, 128, 2, 128, 128), jnp.bfloat16)
     )
     compiled = aot.compile_for("v5p", lambda *a: bounded_decay(*a)[0], q, q, v, g, beta)
     assert len(schedule.kernel_names(compiled.as_text())) == 1

@@ -1,4 +1,4 @@
-"""Routed experts: `ref` against float64 values, `sorted` against `ref`, what must not move."""
+"""Routed experts: `ref` against float64 values, the others against `ref`, what must not move."""
 
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,10 @@ from pallas_kernels.expert_dispatch.activations import glu, parts
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 R, F = 6, 10
+
+pytestmark = pytest.mark.usefixtures("narrow_blocks")
+ALL = pytest.mark.parametrize("implementation", ["ref", "sorted", "pallas"])
+FAST = pytest.mark.parametrize("implementation", ["sorted", "pallas"])
 
 
 def _error(got, want):
@@ -71,7 +75,7 @@ ROUTES = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["ref", "sorted"])
+@ALL
 def test_latent_moe_reference(implementation):
     case = np.load(GOLDEN / "latent_moe.npz")
     p = {name: jnp.asarray(a, jnp.float32) for name, a in case.items()}
@@ -88,23 +92,25 @@ def test_latent_moe_reference(implementation):
     assert _error(y_ND, case["y"]) < 1e-5
 
 
+@FAST
 @pytest.mark.parametrize("experts_NA", ROUTES.values(), ids=ROUTES)
-def test_sorted_equals_ref(experts_NA):
+def test_equals_ref(experts_NA, implementation):
     args, dy_NR = _arguments(experts_NA, E=7)
     names = ("y", "dx", "dweights", "dw_in", "dw_out")
-    want, got = (_run(args, dy_NR, implementation=i) for i in ("ref", "sorted"))
+    want, got = (_run(args, dy_NR, implementation=i) for i in ("ref", implementation))
     for name, g, w in zip(names, got, want, strict=True):
         assert _error(g, w) < (1e-5 if name == "y" else 1e-4), name
 
 
+@FAST
 @pytest.mark.parametrize("activation", ["four", "swiglu"])
-def test_other_activations(activation):
+def test_other_activations(activation, implementation):
     args, dy_NR = _arguments(_distinct(40, 2, 5), E=5, activation=activation)
-    want, got = (_run(args, dy_NR, activation, i) for i in ("ref", "sorted"))
+    want, got = (_run(args, dy_NR, activation, i) for i in ("ref", implementation))
     assert max(map(_error, got, want)) < 1e-5
 
 
-@pytest.mark.parametrize("implementation", ["ref", "sorted"])
+@ALL
 def test_bf16(implementation):
     args, dy_NR = _arguments(_distinct(65, 2, 7), E=7, dtype=jnp.bfloat16)
     exact = [a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a for a in args]
@@ -115,7 +121,7 @@ def test_bf16(implementation):
     assert max(map(_error, gradients, want[1:])) < 2e-2
 
 
-@pytest.mark.parametrize("implementation", ["ref", "sorted"])
+@ALL
 def test_padding_may_hold_nan(implementation):
     """NaN in x, weights and dy of padding rows: 0 there, and not a bit different elsewhere."""
     pad = np.array([0, 7, 8, 62])
@@ -144,49 +150,55 @@ def test_native_grouped_products(monkeypatch):
     assert max(map(_error, got, want)) < 1e-5
 
 
-def test_padding_rows_may_be_left_out():
+@FAST
+def test_padding_rows_may_be_left_out(implementation):
     pad = np.array([7, 64])
     args, dy_NR = _arguments(_padded(_distinct(65, 2, 7), pad), E=7)
     keep = np.setdiff1d(np.arange(65), pad)
-    y_NR, *_, dw_in, dw_out = _run(args, dy_NR)
+    y_NR, *_, dw_in, dw_out = _run(args, dy_NR, implementation=implementation)
     fewer = tuple(a[keep] for a in args[:3]) + args[3:]
-    want_y_NR, *_, want_in, want_out = _run(fewer, dy_NR[keep])
+    want_y_NR, *_, want_in, want_out = _run(fewer, dy_NR[keep], implementation=implementation)
     assert max(map(_error, (y_NR[keep], dw_in, dw_out), (want_y_NR, want_in, want_out))) < 1e-6
 
 
-@pytest.mark.parametrize("implementation", ["ref", "sorted"])
+@ALL
 def test_all_padding_gives_zero(implementation):
     args, dy_NR = _arguments(np.full((63, 2), -1), E=7)
     for out in _run(args, dy_NR, implementation=implementation):
         np.testing.assert_array_equal(out, 0)
 
 
-def test_renaming_the_experts_changes_nothing():
+@FAST
+def test_renaming_the_experts_changes_nothing(implementation):
     experts_NA = _distinct(65, 2, 7)
     (x_NR, experts, weights_NA, w_in, w_out), dy_NR = _arguments(experts_NA, E=7)
     old_E = np.random.default_rng(3).permutation(7)  # the new expert e is the old old_E[e]
     new_NA = jnp.asarray(np.argsort(old_E)[experts_NA], jnp.int32)
-    y, dx, dp, dw_in, dw_out = _run((x_NR, experts, weights_NA, w_in, w_out), dy_NR)
-    renamed = _run((x_NR, new_NA, weights_NA, w_in[old_E], w_out[old_E]), dy_NR)
+    run = partial(_run, dy_NR=dy_NR, implementation=implementation)
+    y, dx, dp, dw_in, dw_out = run((x_NR, experts, weights_NA, w_in, w_out))
+    renamed = run((x_NR, new_NA, weights_NA, w_in[old_E], w_out[old_E]))
     for g, w in zip(renamed, (y, dx, dp, dw_in[old_E], dw_out[old_E]), strict=True):
         assert _error(g, w) < 1e-6
 
 
-def test_unused_experts_get_exactly_zero_gradient():
+@FAST
+def test_unused_experts_get_exactly_zero_gradient(implementation):
     args, dy_NR = _arguments(np.full((65, 2), 2), E=7)
-    *_, dw_in, dw_out = _run(args, dy_NR)
+    *_, dw_in, dw_out = _run(args, dy_NR, implementation=implementation)
     for dw in (dw_in, dw_out):
         np.testing.assert_array_equal(jnp.delete(dw, 2, axis=0), 0)
         assert jnp.abs(dw[2]).max() > 0
 
 
-def test_repeated_calls_scan_and_remat_agree_bit_for_bit():
+@FAST
+def test_repeated_calls_scan_and_remat_agree_bit_for_bit(implementation):
     args, dy_NR = _arguments(_distinct(65, 2, 7), E=7)
     x_NR, experts_NA, weights_NA, *matrices = args
 
     def two_layers(x_NR, remat):
         def layer(x_NR, _):
-            y_NR = expert_ffn(x_NR, experts_NA, weights_NA, *matrices, activation="capped")
+            rest = experts_NA, weights_NA, *matrices
+            y_NR = expert_ffn(x_NR, *rest, activation="capped", implementation=implementation)
             return y_NR, None
 
         y_NR, _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, x_NR, None, length=2)
@@ -201,8 +213,10 @@ def test_repeated_calls_scan_and_remat_agree_bit_for_bit():
         np.testing.assert_array_equal(other[1], plain[1])
 
 
-@pytest.mark.parametrize("check_vma", [False, True])
-def test_eight_devices_equal_one(check_vma):
+@pytest.mark.parametrize(
+    ("implementation", "check_vma"), [("sorted", False), ("sorted", True), ("pallas", False)]
+)
+def test_eight_devices_equal_one(implementation, check_vma):
     """Tokens split over 8 devices, experts on each; the gradients of the experts add up."""
     args, dy_NR = _arguments(_distinct(64, 2, 5), E=5)
     x_NR, experts_NA, weights_NA, *matrices = args
@@ -212,7 +226,8 @@ def test_eight_devices_equal_one(check_vma):
     def local(x_NR, experts_NA, weights_NA, *matrices):
         if check_vma:  # a custom_vjp does not insert the sum over devices; this transposes to it
             matrices = [jax.lax.pcast(w, "data", to="varying") for w in matrices]
-        return expert_ffn(x_NR, experts_NA, weights_NA, *matrices, activation="capped")
+        rest = experts_NA, weights_NA, *matrices
+        return expert_ffn(x_NR, *rest, activation="capped", implementation=implementation)
 
     specs = (split, split, split, whole, whole)
     f = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=split, check_vma=check_vma)
@@ -245,9 +260,7 @@ def test_bad_input():
     for message, (i, value) in bad.items():
         with pytest.raises(ValueError, match=message):
             call(*good[:i], value, *good[i + 1 :])
-    with pytest.raises(NotImplementedError, match="choices are 'ref' and 'sorted'"):
-        call(*good, implementation="pallas")
-    with pytest.raises(ValueError, match=r"'dense'; the choices are 'ref' and 'sorted'"):
+    with pytest.raises(ValueError, match=r"'dense'; the choices are 'ref', 'sorted' and 'pallas'"):
         call(*good, implementation="dense")
     with pytest.raises(ValueError, match=r"'relu'; the choices are four, capped, swiglu"):
         expert_ffn(*good, activation="relu")

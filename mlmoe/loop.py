@@ -46,6 +46,7 @@ from mlmoe.workdir import Workdir
 MAY_CHANGE = {
     *("workdir", "steps", "log_every", "eval_every", "eval_bytes", "final_eval_bytes"),
     *("save_every", "keep", "sample_tokens", "data.path", "data.prefetch", "data.on_bad"),
+    *("mesh.expert", "model.moe.transport"),
 }
 
 
@@ -55,7 +56,7 @@ class Run:
     def __init__(self, config: TrainConfig, checkpoints: Checkpoints, stop: StopSignal):
         self.config, self.checkpoints, self.stop = config, checkpoints, stop
         self.workdir = Path(config.workdir).expanduser()
-        self.mesh = make_mesh()
+        self.mesh = make_mesh(expert=config.mesh.expert)
         self.tokenizer = make_tokenizer(config.data.tokenizer)
         check_vocab(self.tokenizer, config.model.vocab)
         self.corpus = open_corpus(config.data, self.tokenizer)

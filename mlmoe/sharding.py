@@ -53,6 +53,39 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec(axes))
 
 
+def tree_specs(tree: Any, axes: Any) -> Any:
+    """The PartitionSpec of each leaf of a tree that holds parameters or things shaped like them.
+
+    A leaf whose path ends with the path of a parameter in `axes` (a tree of tuples of logical
+    names) is that parameter, or its gradient, or what an optimizer keeps of it. All else is whole.
+    """
+    is_names = lambda x: isinstance(x, tuple)  # noqa: E731
+    named = dict(jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_names))
+
+    def of(path: tuple[Any, ...], x: Any) -> PartitionSpec:
+        found = [named[path[i:]] for i in range(len(path)) if path[i:] in named]
+        return spec(found[0] if found and len(found[0]) == x.ndim else ())
+
+    return jax.tree_util.tree_map_with_path(of, tree)
+
+
+def per_part(f: Callable[..., Any], axes: Any) -> Callable[..., Any]:
+    """f, run by every device on the parts of its arguments and results that `tree_specs` gives it.
+
+    For a function of parameters that treats each expert by itself, but that XLA cannot split: optax
+    merges the axes of layers and experts, which gathers all experts on every device.
+    """
+
+    def split(*trees: Any) -> Any:
+        if expert_shards() == 1:
+            return f(*trees)
+        specs = tuple(tree_specs(t, axes) for t in trees)
+        out = tree_specs(jax.eval_shape(f, *trees), axes)
+        return jax.shard_map(f, in_specs=specs, out_specs=out, check_vma=False)(*trees)
+
+    return split
+
+
 def expert_shards() -> int:
     """Into how many parts the surrounding mesh splits the experts; 1 outside a mesh."""
     return dict(jax.sharding.get_abstract_mesh().shape).get(EXPERT, 1)

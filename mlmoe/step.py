@@ -43,6 +43,7 @@ class Metrics(NamedTuple):
     lr: jax.Array
     max_vio: jax.Array  # worst layer: max load / mean load - 1
     dead_experts: jax.Array  # experts that received no token, over all layers
+    dropped: jax.Array  # (token, choice) pairs without room on their shard, over all layers
     skipped: jax.Array
     bad_in_a_row: jax.Array
 
@@ -112,6 +113,7 @@ def make_train_step(
             lr=rate * (c.lr if c.name == "muon" else c.adam_lr),
             max_vio=jnp.zeros(()) if stats is None else jnp.max(max_violation(stats.load_E)),
             dead_experts=jnp.zeros(()) if stats is None else jnp.sum(stats.load_E == 0),
+            dropped=jnp.zeros(()) if stats is None else jnp.sum(stats.dropped),
             skipped=new_state.skipped,
             bad_in_a_row=new_state.bad_in_a_row,
         )

@@ -53,8 +53,8 @@ def prepare(dump: Path | None = None) -> None:
         os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}".strip()
 
 
-def mesh(chip: str) -> Mesh:
-    """One described chip of that kind, as a mesh.
+def devices(chip: str, topology: str | None = None) -> list[jax.Device]:
+    """Described chips: those of the smallest slice, or of a topology such as `v5p:4x4x4`.
 
     Raises:
       ValueError: no such chip.
@@ -69,8 +69,13 @@ def mesh(chip: str) -> Mesh:
             "the TPU compiler is not installed: pip install 'mlmoe[plan]' (Linux only)"
         ) from e
     prepare()
-    found = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip].topology)
-    return Mesh(found.devices[:1], ("data",), axis_types=(AxisType.Auto,))
+    name = topology or CHIPS[chip].topology
+    return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
+
+
+def mesh(chip: str) -> Mesh:
+    """One described chip of that kind, as a mesh. Raises what `devices` does."""
+    return Mesh(devices(chip)[:1], ("data",), axis_types=(AxisType.Auto,))
 
 
 def compile_for(chip: str, f: Callable[..., Any], *args: Any) -> Any:

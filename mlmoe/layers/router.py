@@ -20,6 +20,7 @@ class RouterStats(NamedTuple):
 
     load_E: jax.Array  # int32: tokens an expert received. Not floats: bf16 sums stop at 256
     margin_EB: jax.Array  # int32 histogram of alpha_i - s_ij over [min b - 1, max b + 1]
+    dropped: jax.Array | int = 0  # int32: (token, choice) pairs that no shard had room for
 
 
 def route(
@@ -43,6 +44,7 @@ def route(
         RouterStats(
             load_E=_count(experts_NA, bias_E.shape[0]),
             margin_EB=_histogram(margin_NE, *_bounds(bias_E), live_N),
+            dropped=jnp.zeros((), jnp.int32),
         ),
     )
 

@@ -13,7 +13,7 @@ def reference_layer() -> tuple[LatentMoE, dict, dict]:
     ref = load("latent_moe")
     D, E = ref["w_router"].shape
     R, F, A = ref["latent_norm"].shape[0], ref["s_gate"].shape[1], int(ref["top_k"])
-    moe = MoEConfig("capped", 0, 1, E, A, R, F, F, 1.0, "quantile")
+    moe = MoEConfig("capped", 0, 1, E, A, R, F, F, 1.0, "quantile", "auto", 0.0)
     config = ModelConfig(**{**vars(model_config()), "d_model": D, "moe": moe})
     params = {
         "w_router": ref["w_router"],

@@ -1,21 +1,30 @@
-"""The train step of the main job, compiled by the real TPU compiler, with our kernels in it."""
+"""The train step of the main job, compiled by the real TPU compiler: our kernels, what is sent."""
 
+import dataclasses
 import importlib.util
+import math
+import re
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import configs
 from mlmoe.build import abstract_batch, abstract_state, make_program
 from mlmoe.config import TrainConfig, from_dict
+from mlmoe.layers.latent_moe import LatentMoE
+from mlmoe.layers.param import Named
 from mlmoe.sharding import make_mesh, sharding
 from pallas_kernels import aot, schedule
+from tests.mlmoe.layers.test_attention import model_config
 
-
-@pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason="needs libtpu, which has wheels for Linux only (extra [plan])",
 )
+
+
 def test_the_train_step_compiles_for_v5p_with_the_recurrence_as_kernels():
     c = configs.load("8k:tiny")
     c.context, c.model.dtype = 64, "bfloat16"
@@ -29,3 +38,64 @@ def test_the_train_step_compiles_for_v5p_with_the_recurrence_as_kernels():
     names = schedule.kernel_names(compiled.as_text())
     assert sum(n.startswith("bounded_decay_forward") for n in names) == 1
     assert sum(n.startswith("bounded_decay_backward") for n in names) == 1
+
+
+COLLECTIVE = re.compile(
+    r"= (.*?) (ragged-all-to-all|all-to-all|all-gather|all-reduce|reduce-scatter"
+    r"|collective-permute)(?:-start)?\("
+)
+
+
+def collectives(text: str) -> list[tuple[str, list[int], str]]:
+    """(operation, shape, the line) of every array that a collective of the program makes."""
+    found = []
+    for line in text.splitlines():
+        if hit := COLLECTIVE.search(line):
+            for dims in re.findall(r"\w\d+\[([\d,]*)\]", hit[1]):
+                found.append((hit[2], [int(d) for d in dims.split(",") if d], line))
+    return found
+
+
+@pytest.mark.parametrize("buffer", [0.0, 1.5])
+def test_tokens_go_to_experts_on_other_chips_at_latent_width(buffer: float) -> None:
+    """8 chips as (2, 4): forward and backward of a LatentMoE, with respect to x and the experts."""
+    D, E, R, F = 640, 8, 256, 384
+    plain = model_config()
+    moe = dataclasses.replace(
+        plain.moe, experts=E, active=3, latent=R, hidden=F, shared_hidden=F, buffer=buffer
+    )
+    layer = LatentMoE(dataclasses.replace(plain, d_model=D, moe=moe), jnp.dtype("bfloat16"))
+    mesh = make_mesh(aot.devices("v5p", "v5p:2x2x2"), expert=4)
+
+    def described(shape: tuple[int, ...], dtype: Any, *axes: str) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(mesh, *axes))
+
+    row = jax.ShapeDtypeStruct((1, 2, D), jnp.bfloat16), jnp.ones((1, 2), jnp.int32), jnp.zeros(E)
+    boxes = jax.eval_shape(layer.init, jax.random.key(0), *row)["params"]
+    params = jax.tree.map(
+        lambda box: described(box.value.shape, jnp.float32, *box.names),
+        boxes,
+        is_leaf=lambda x: isinstance(x, Named),
+    )
+    experts = {name: params.pop(name) for name in ("w_in", "w_out")}
+    x_BTD = described((8, 32, D), jnp.bfloat16, "batch", "time", "embed")
+    document_BT = described((8, 32), jnp.int32, "batch", "time")
+
+    def loss(x_BTD, experts, params, document_BT, bias_E):  # type: ignore[no-untyped-def]
+        y, stats = layer.apply({"params": params | experts}, x_BTD, document_BT, bias_E)
+        return jnp.sum(y.astype(jnp.float32) ** 2), stats
+
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
+    args = (x_BTD, experts, params, document_BT, described((E,), jnp.float32))
+    with jax.set_mesh(mesh):
+        text = gradient.trace(*args).lower(lowering_platforms=("tpu",)).compile().as_text()
+    found = collectives(text)
+    sent = [dims for name, dims, _ in found if name == "ragged-all-to-all" and len(dims) > 1]
+    # Rows, and in the 128 words of a tile the ids and weights of their choices.
+    assert {math.prod(dims[1:]) for dims in sent} == {R, 128}
+    assert not [line for _, dims, line in found if D in dims]
+    # The gradients of the experts are added up over the chips that hold the same ones, no others.
+    sums = [(dims, line) for _, dims, line in found if dims[1:] in ([2, R, F], [F, R])]
+    assert [dims[0] for dims, _ in sums] == [E // 4, E // 4]
+    same = r"\{0,4\},\{1,5\},\{2,6\},\{3,7\}|\{'data'\}"
+    assert all(re.search(same, line) for _, line in sums)

@@ -297,8 +297,8 @@ def nearest_divisors(of: int, value: int) -> str:
     return " or ".join(map(str, below + [d for d in divisors if d > value][:1]))
 
 
-def check_devices(config: TrainConfig, devices: int) -> None:
-    """The devices form the mesh and every micro-batch is split evenly over them.
+def check_devices(config: TrainConfig, devices: int, platform: str) -> None:
+    """The devices form the mesh, have its transport, and split every micro-batch evenly.
 
     Raises:
       UserError: they do not; names the nearest mesh or batch that does.
@@ -307,6 +307,11 @@ def check_devices(config: TrainConfig, devices: int) -> None:
         devices % config.mesh.expert == 0,
         f"{devices} devices cannot be cut into groups of mesh.expert={config.mesh.expert}; "
         f"nearest: {nearest_divisors(devices, config.mesh.expert)}",
+    )
+    require(
+        platform != "cpu" or config.mesh.expert == 1 or config.model.moe.transport != "ragged",
+        "model.moe.transport='ragged': XLA has no ragged-all-to-all for CPUs; use 'gather' or "
+        "'auto'",
     )
     whole = config.accumulate * devices
     require(

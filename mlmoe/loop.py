@@ -125,7 +125,7 @@ def train(config: TrainConfig) -> None:
     Raises:
       UserError: bad input, the workdir of another run, or too many bad steps in a row.
     """
-    check_devices(config, jax.device_count())
+    check_devices(config, jax.device_count(), jax.default_backend())
     owner = Workdir(config.workdir) if jax.process_index() == 0 else contextlib.nullcontext()
     path = Path(config.workdir).expanduser()
     with owner, StopSignal() as stop, Checkpoints(path, keep=config.keep) as checkpoints:

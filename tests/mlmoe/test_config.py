@@ -72,17 +72,21 @@ def test_an_int_serves_as_a_float() -> None:
 
 
 def test_batch_must_split_over_devices() -> None:
-    check_devices(build(batch=16), 8)
+    check_devices(build(batch=16), 8, "cpu")
     with pytest.raises(UserError, match=re.escape("nearest: --config.batch=16")):
-        check_devices(build(batch=12), 8)
+        check_devices(build(batch=12), 8, "cpu")
 
 
 def test_devices_must_form_the_mesh() -> None:
-    check_devices(build(mesh__expert=4), 8)
+    check_devices(build(mesh__expert=4), 8, "cpu")
     with pytest.raises(UserError, match=r"8 devices .* of mesh.expert=16; nearest: 8$"):
-        check_devices(build(mesh__expert=16), 8)
+        check_devices(build(mesh__expert=16), 8, "cpu")
     with pytest.raises(UserError, match=r"6 devices .* of mesh.expert=4; nearest: 3 or 6$"):
-        check_devices(build(mesh__expert=4), 6)
+        check_devices(build(mesh__expert=4), 6, "cpu")
+    ragged = build(mesh__expert=4, model__moe__transport="ragged")
+    check_devices(ragged, 8, "tpu")
+    with pytest.raises(UserError, match="no ragged-all-to-all for CPUs; use 'gather' or 'auto'"):
+        check_devices(ragged, 8, "cpu")
 
 
 def test_presets() -> None:

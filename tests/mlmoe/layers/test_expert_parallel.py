@@ -46,6 +46,23 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "ragged_all_to_all", emulated)
 
 
+def test_the_emulation_does_what_the_documentation_of_jax_shows() -> None:
+    """The example of its docstring: two devices; rows that nobody sends are made bad on purpose."""
+    mesh, split = make_mesh(jax.devices()[:2], expert=2), jax.P(EXPERT)
+    data = jnp.int32([1, 2, 2, 3, 4, 0])[:, None]
+    inputs, sends = jnp.int32([0, 1, 0, 1]), jnp.int32([1, 2, 1, 1])
+    outputs, receives = jnp.int32([0, 0, 1, 2]), jnp.int32([1, 1, 2, 1])
+
+    def f(*args):  # type: ignore[no-untyped-def]
+        data, *rest = args
+        return emulated(data, jnp.zeros((4, 1), jnp.int32), *rest, axis_name=EXPERT)
+
+    run = jax.shard_map(f, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
+    bad = 2**30
+    got = run(data, inputs, sends, outputs, receives)
+    np.testing.assert_array_equal(got[:, 0], [1, 3, bad, bad, 2, 2, 4, bad])
+
+
 def arguments(dtype: Any = jnp.float32) -> tuple[jax.Array, ...]:
     """z, weights, w_in, w_out and the cotangent of y."""
     rng = np.random.default_rng(0)

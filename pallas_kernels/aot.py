@@ -4,7 +4,9 @@ It proves that a program lowers and fits, and shows how it is scheduled. It says
 numbers, and about time only what a schedule says (see schedule.py).
 """
 
+import math
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +34,38 @@ CHIPS = {
     "v5p": Chip("v5p:2x2x1", 2, 4, 1, 1.75e9, 459e12, 2.765e12),
     "v6e": Chip("v6e:2x2", 1, 2, 2, 1.75e9, 918e12, 1.64e12),
 }
+
+
+class Collective(NamedTuple):
+    """One array that a collective of a compiled program makes on each chip."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    line: str  # of the program: replica groups and so on
+
+    @property
+    def bytes(self) -> int:
+        """Without the padding of tiles."""
+        bits = int(re.sub(r"\D*(\d+).*", r"\1", self.dtype)) if self.dtype != "pred" else 8
+        return math.prod(self.shape) * bits // 8
+
+
+_COLLECTIVE = re.compile(
+    r" = (.*?) (ragged-all-to-all|all-to-all|all-gather|all-reduce|reduce-scatter"
+    r"|collective-permute)(-done)?\("
+)
+
+
+def collectives(text: str) -> list[Collective]:
+    """Those in a program's text (`compiled.as_text()`), in its order; one per result array."""
+    found = []
+    for line in text.splitlines():
+        if hit := _COLLECTIVE.search(line):
+            for dtype, dims in re.findall(r"([a-z]+\d*)\[([\d,]*)\]", hit[1]):
+                shape = tuple(int(d) for d in dims.split(",") if d)
+                found.append(Collective(hit[2], dtype, shape, line.strip()))
+    return found
 
 
 class MissingCompiler(RuntimeError):

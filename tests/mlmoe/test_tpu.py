@@ -40,22 +40,6 @@ def test_the_train_step_compiles_for_v5p_with_the_recurrence_as_kernels():
     assert sum(n.startswith("bounded_decay_backward") for n in names) == 1
 
 
-COLLECTIVE = re.compile(
-    r"= (.*?) (ragged-all-to-all|all-to-all|all-gather|all-reduce|reduce-scatter"
-    r"|collective-permute)(?:-start)?\("
-)
-
-
-def collectives(text: str) -> list[tuple[str, list[int], str]]:
-    """(operation, shape, the line) of every array that a collective of the program makes."""
-    found = []
-    for line in text.splitlines():
-        if hit := COLLECTIVE.search(line):
-            for dims in re.findall(r"\w\d+\[([\d,]*)\]", hit[1]):
-                found.append((hit[2], [int(d) for d in dims.split(",") if d], line))
-    return found
-
-
 @pytest.mark.parametrize("buffer", [0.0, 1.5])
 def test_tokens_go_to_experts_on_other_chips_at_latent_width(buffer: float) -> None:
     """8 chips as (2, 4): forward and backward of a LatentMoE, with respect to x and the experts."""
@@ -89,13 +73,13 @@ def test_tokens_go_to_experts_on_other_chips_at_latent_width(buffer: float) -> N
     args = (x_BTD, experts, params, document_BT, described((E,), jnp.float32))
     with jax.set_mesh(mesh):
         text = gradient.trace(*args).lower(lowering_platforms=("tpu",)).compile().as_text()
-    found = collectives(text)
-    sent = [dims for name, dims, _ in found if name == "ragged-all-to-all" and len(dims) > 1]
+    found = aot.collectives(text)
+    sent = [c.shape for c in found if c.name == "ragged-all-to-all"]
     # Rows, and in the 128 words of a tile the ids and weights of their choices.
-    assert {math.prod(dims[1:]) for dims in sent} == {R, 128}
-    assert not [line for _, dims, line in found if D in dims]
+    assert {math.prod(shape[1:]) for shape in sent} == {R, 128}
+    assert not [c for c in found if D in c.shape]
     # The gradients of the experts are added up over the chips that hold the same ones, no others.
-    sums = [(dims, line) for _, dims, line in found if dims[1:] in ([2, R, F], [F, R])]
-    assert [dims[0] for dims, _ in sums] == [E // 4, E // 4]
+    sums = [c for c in found if c.shape[1:] in ((2, R, F), (F, R))]
+    assert [c.shape[0] for c in sums] == [E // 4, E // 4]
     same = r"\{0,4\},\{1,5\},\{2,6\},\{3,7\}|\{'data'\}"
-    assert all(re.search(same, line) for _, line in sums)
+    assert all(re.search(same, c.line) for c in sums)

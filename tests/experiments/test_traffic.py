@@ -12,10 +12,8 @@ from experiments import traffic
     reason="needs libtpu, which has wheels for Linux only (extra [plan])",
 )
 def test_ragged_sends_rows_of_latent_width(capsys: pytest.CaptureFixture[str]) -> None:
-    traffic.main(
-        "--config=8k:small --topology=v5p:2x2x1 --expert=4 --tokens=32 --transport=ragged "
-        "--buffer=1.5".split()
-    )
+    where = ["--config=8k:small", "--topology=v5p:2x2x1", "--expert=4"]
+    traffic.main([*where, "--tokens=32", "--transport=ragged", "--buffer=1.5"])
     told = capsys.readouterr().out
     # 32 tokens x 4 choices x 1.5 = 192 pairs, but no more rows than the 128 tokens of four chips.
     assert told.count("ragged-all-to-all    bf16[128,2,128]") == 4

@@ -98,7 +98,7 @@ def run_arm(name: str, seed: int, seconds: float) -> dict[str, Any]:
         max_bytes=config.final_eval_bytes,
     )
     on_device = [put(b, mesh) for b in batches]
-    values = evaluate(eval_step, state.params, state.bias_LE, on_device, n_bytes, lambda: None)
+    values = evaluate(eval_step, state.params, state.routing, on_device, n_bytes, lambda: None)
     count = parameters(config.model)
     return {
         "arm": name,
@@ -168,7 +168,7 @@ def step_time(repeats: int = 30) -> None:
     batches = train_batches(corpus, tokenizer=tokenizer, seed=0, **sizes)
 
     def loss(params: Any, state: Any, batch: Any) -> Any:
-        sums, stats = loss_sums(config, program.model, params, state.bias_LE, batch)
+        sums, stats = loss_sums(config, program.model, params, state.routing, batch)
         return sums.nats, stats
 
     def forward(state: Any, batch: Any) -> Any:

@@ -11,6 +11,7 @@ from mlmoe import optim
 from mlmoe.config import TrainConfig
 from mlmoe.data.batch import Batch
 from mlmoe.evaluate import make_eval_step
+from mlmoe.layers.router import Routing
 from mlmoe.model import Model, make_model
 from mlmoe.sharding import sharding, tree_specs
 from mlmoe.step import TrainState, init_state, make_train_step
@@ -23,7 +24,7 @@ class Program(NamedTuple):
     tx: optax.GradientTransformation
     init: Callable[[], TrainState]
     train_step: Callable[[TrainState, Batch], Any]
-    eval_step: Callable[[Any, jax.Array, Batch], Any]
+    eval_step: Callable[[Any, Routing, Batch], Any]
 
 
 def make_program(config: TrainConfig) -> Program:
@@ -98,12 +99,12 @@ def compile_train(config: TrainConfig, program: Program, mesh: jax.sharding.Mesh
 
 
 def compile_eval(config: TrainConfig, program: Program, mesh: jax.sharding.Mesh) -> Any:
-    """The executable eval step: (params, bias, batch) -> LossSums."""
+    """The executable eval step: (params, routing, batch) -> LossSums."""
     state = abstract_state(program, mesh)
     step = jax.jit(program.eval_step, out_shardings=sharding(mesh))
     batch = abstract_batch(config, mesh)
     with jax.set_mesh(mesh):
-        return step.lower(state.params, state.bias_LE, batch).compile(compiler_options())
+        return step.lower(state.params, state.routing, batch).compile(compiler_options())
 
 
 def first_state(program: Program, mesh: jax.sharding.Mesh) -> TrainState:

@@ -22,6 +22,7 @@ LETTERS = {
     "A": "incremental attention, additive update",
     "S": "incremental attention, slot read-out",
 }
+BALANCE = ("quantile", "quantile_sign", "capacity", "sign", "aux_loss", "none")
 PRESETS = {
     "interleaved": lambda n: ("DDDL" * n)[: n - 1] + "L",
     "thirds": lambda n: "D" * (n // 3) + "L" * (n - n // 3),
@@ -105,14 +106,20 @@ class MoEConfig:
     hidden: int
     shared_hidden: int
     temperature: float
+    temperature_final: float
+    temperature_learned: bool
     balance: str
+    balance_rate: float
+    aux_weight: float
+    capacity_factor: float
+    reroutes: int
     transport: str
     buffer: float
 
     def __post_init__(self) -> None:
         p = "model.moe"
         one_of(f"{p}.activation", self.activation, ("capped", "four", "swiglu"))
-        one_of(f"{p}.balance", self.balance, ("quantile", "quantile_sign", "none"))
+        one_of(f"{p}.balance", self.balance, BALANCE)
         one_of(f"{p}.transport", self.transport, ("auto", "ragged", "gather"))
         require(
             self.buffer == 0 or self.buffer >= 1,
@@ -120,7 +127,14 @@ class MoEConfig:
             "of a shard under perfect balance",
         )
         names = ("dense_hidden", "experts", "active", "latent", "hidden", "shared_hidden")
-        positive(p, self, *names, "temperature")
+        positive(p, self, *names, "temperature", "temperature_final", "balance_rate")
+        require(self.aux_weight >= 0, f"{p}.aux_weight={self.aux_weight}: must be >= 0")
+        require(
+            self.capacity_factor >= 1,
+            f"{p}.capacity_factor={self.capacity_factor}: below 1 the experts seat fewer tokens "
+            "than there are choices; nearest: 1.0",
+        )
+        require(self.reroutes >= 0, f"{p}.reroutes={self.reroutes}: must be >= 0")
         require(self.dense_layers >= 0, f"{p}.dense_layers={self.dense_layers}: must be >= 0")
         require(
             self.active < self.experts,

@@ -9,26 +9,28 @@ import jax.numpy as jnp
 
 from mlmoe.config import TrainConfig
 from mlmoe.data.batch import Batch
+from mlmoe.layers.router import Routing
 from mlmoe.loss import LossSums
 from mlmoe.model import Model
 from mlmoe.step import loss_sums
 
 
-def make_eval_step(
-    config: TrainConfig, model: Model
-) -> Callable[[Any, jax.Array, Batch], LossSums]:
-    """Loss sums of one batch with the router's bias frozen; its statistics are thrown away."""
+def make_eval_step(config: TrainConfig, model: Model) -> Callable[[Any, Routing, Batch], LossSums]:
+    """Loss sums of one batch with the routing frozen; its statistics are thrown away.
 
-    def eval_step(params: Any, bias_LE: jax.Array, batch: Batch) -> LossSums:
-        return loss_sums(config, model, params, bias_LE, batch)[0]
+    Experts have no capacity here: a token's route may not depend on what else is in the batch.
+    """
+
+    def eval_step(params: Any, routing: Routing, batch: Batch) -> LossSums:
+        return loss_sums(config, model, params, routing.without_capacity(), batch)[0]
 
     return eval_step
 
 
 def evaluate(
-    eval_step: Callable[[Any, jax.Array, Batch], LossSums],
+    eval_step: Callable[[Any, Routing, Batch], LossSums],
     params: Any,
-    bias_LE: jax.Array,
+    routing: Routing,
     batches: Iterable[Batch],
     n_bytes: int,
     check: Callable[[], None],
@@ -44,7 +46,7 @@ def evaluate(
         # One batch in flight: a queue of them would delay a stop, and simulated devices can
         # deadlock on one.
         jax.block_until_ready(total)
-        total = jax.tree.map(jnp.add, total, eval_step(params, bias_LE, batch))
+        total = jax.tree.map(jnp.add, total, eval_step(params, routing, batch))
     nats, tokens = float(total.nats), float(total.tokens)
     return {
         "loss": nats / max(tokens, 1.0),

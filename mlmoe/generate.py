@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from mlmoe.data.batch import Batch
+from mlmoe.layers.router import Routing
 from mlmoe.model import Model
 
 
 def sample_tokens(
     model: Model,
     params: Any,
-    bias_LE: jax.Array,
+    routing: Routing,
     prompt: np.ndarray,
     *,
     context: int,
@@ -37,7 +38,7 @@ def sample_tokens(
         position_1T = jnp.arange(context, dtype=jnp.int32)[None]
         segment_1T = (position_1T < length).astype(jnp.int32)
         row = Batch(tokens_1T, tokens_1T, segment_1T, position_1T, segment_1T.astype(jnp.float32))
-        x_1TD, head_DW, _ = model.apply(params, bias_LE, row)
+        x_1TD, head_DW, _ = model.apply(params, routing, row)
         x_D = jnp.take(x_1TD[0], length - 1, axis=0).astype(jnp.float32)
         logits_W = jnp.einsum("D,DW->W", x_D, head_DW)
         logits_W = jnp.where(jnp.arange(logits_W.shape[0]) < vocab, logits_W, -jnp.inf)

@@ -35,7 +35,8 @@ from mlmoe.data.sources import open_corpus
 from mlmoe.data.tokenizers import check_vocab, make_tokenizer
 from mlmoe.errors import UserError
 from mlmoe.evaluate import evaluate
-from mlmoe.metrics import MetricsLog, Progress, to_host
+from mlmoe.layers.balance import starvation_advice
+from mlmoe.metrics import MetricsLog, Progress, Values, to_host
 from mlmoe.report import final_report, read_summary
 from mlmoe.sharding import make_mesh
 from mlmoe.step import Metrics, TrainState
@@ -108,7 +109,7 @@ class Run:
             say("compiling the evaluation ...")
             build = lambda: compile_eval(self.config, self.program, self.mesh)  # noqa: E731
             self.eval_step = self.stop.run(build)
-        args = (state.params, state.bias_LE, batches, n_bytes, self.stop.check)
+        args = (state.params, state.routing, batches, n_bytes, self.stop.check)
         return evaluate(self.eval_step, *args)
 
     def save(self, step: int, state: TrainState) -> None:
@@ -212,6 +213,7 @@ class StepReader:
         self.config, self.workdir = run.config, run.workdir
         self.log, self.progress, self.bytes_per_token = log, progress, bytes_per_token
         self.pending: tuple[int, Metrics, Batch] | None = None
+        self.starved = 0.0  # experts of the worst layer, when it was last said
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -236,10 +238,26 @@ class StepReader:
             self.log.write("train", step, values)
             self.restart_clock()
         self.progress.step(step, values, due)
+        if due:
+            self.watch_starvation(step, values)
         if values["bad_in_a_row"]:
             self.bad_step(step, values, batch)
 
-    def bad_step(self, step: int, values: dict[str, float], batch: Batch) -> None:
+    def watch_starvation(self, step: int, values: Values) -> None:
+        """Says so once when a twentieth of a layer's experts starve, and again when more do."""
+        experts = self.config.model.moe.experts
+        starved = values.get("layer_starved", [])
+        if not starved or max(starved) <= max(experts / 20, 1.5 * self.starved):
+            return
+        i = int(np.argmax(starved))
+        self.starved = starved[i]
+        advice = starvation_advice(values["layer_logit_width"][i], values["layer_temperature"][i])
+        self.progress.say(
+            f"step {step}: MoE layer {i}: {starved[i]:.0f} of {experts} experts starve (less than "
+            f"a tenth of the mean load); {advice}"
+        )
+
+    def bad_step(self, step: int, values: Values, batch: Batch) -> None:
         bad, limit = int(values["bad_in_a_row"]), self.config.optim.max_bad_steps
         what = f"loss {values['loss']:.4g}, gradient norm {values['grad_norm']:.4g}"
         self.progress.say(f"step {step}: {what}: not applied ({bad} in a row)")

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from tqdm import tqdm
 
@@ -22,9 +23,18 @@ from mlmoe.errors import UserError
 COLUMNS = ("loss", "bits_per_byte", "tokens_per_s", "grad_norm", "lr", "max_vio")
 
 
-def to_host(metrics: Any) -> dict[str, float]:
-    """A NamedTuple of scalars as plain floats, in one transfer."""
-    return {k: float(v) for k, v in zip(metrics._fields, map(np.asarray, metrics), strict=True)}
+Values = dict[str, Any]  # by name: a number, or one for each MoE layer
+
+
+def to_host(metrics: Any) -> Values:
+    """A NamedTuple of scalars, arrays [L] and NamedTuples of them, flat, as plain floats."""
+    values: Values = {}
+    for name, x in zip(metrics._fields, jax.device_get(metrics), strict=True):
+        if isinstance(x, tuple):
+            values |= {f"layer_{k.removeprefix('layer_')}": v for k, v in to_host(x).items()}
+        elif x is not None:
+            values[name] = np.asarray(x, np.float64).tolist()
+    return values
 
 
 class MetricsLog:
@@ -44,7 +54,7 @@ class MetricsLog:
             self._file = self.path.open("a")
             self._board = _Board(workdir / "tensorboard", start_step + 1)
 
-    def write(self, kind: str, step: int, values: dict[str, float]) -> None:
+    def write(self, kind: str, step: int, values: Values) -> None:
         """One record; `kind` is train or eval. Raises UserError where the disk takes no more."""
         with _writing(self.path):
             self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
@@ -80,10 +90,13 @@ class _Board:
         self._writer.write_event(self._event(wall_time=time.time(), **content))
         self._writer.flush()
 
-    def write(self, kind: str, step: int, values: dict[str, float]) -> None:
+    def write(self, kind: str, step: int, values: Values) -> None:
         for name, value in values.items():
-            if math.isfinite(value):
-                self._write(step=step, summary=self._scalar(f"{kind}/{name}", value))
+            each = value if isinstance(value, list) else [value]
+            for i, x in enumerate(each):
+                if math.isfinite(x):
+                    tag = f"{kind}/{name}/{i}" if isinstance(value, list) else f"{kind}/{name}"
+                    self._write(step=step, summary=self._scalar(tag, x))
 
     def close(self) -> None:
         self._writer.close()
@@ -125,7 +138,7 @@ class Progress:
             else None
         )
 
-    def step(self, step: int, values: dict[str, float], log: bool) -> None:
+    def step(self, step: int, values: Values, log: bool) -> None:
         """Advances to `step`; `log` says whether a line is due where there is no bar."""
         if self._bar is not None:
             self._bar.update(step - self._bar.n)

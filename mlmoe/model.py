@@ -14,11 +14,12 @@ import jax.numpy as jnp
 
 from mlmoe.config import ModelConfig
 from mlmoe.data.batch import Batch
+from mlmoe.layers.balance import first_routing
 from mlmoe.layers.layer import Layer, LayerSpec, Stream
 from mlmoe.layers.norm import RMSNorm
 from mlmoe.layers.param import OUT, Named, fan_in, param
 from mlmoe.layers.residual import DepthRead
-from mlmoe.layers.router import RouterStats
+from mlmoe.layers.router import RouterStats, Routing
 from mlmoe.sharding import constrain
 from pallas_kernels.bounded_decay import document_ids
 
@@ -69,7 +70,7 @@ def segments(specs: Sequence[LayerSpec]) -> list[Segment]:
 
 
 class Period(nn.Module):
-    """The body of a scan: one period of layers. Carry: Stream; per-repeat input: bias [m, E]."""
+    """The body of a scan: one period of layers. Carry: Stream; one routing a repeat."""
 
     config: ModelConfig
     dtype: jnp.dtype
@@ -82,13 +83,13 @@ class Period(nn.Module):
         sources: tuple[jax.Array, ...],
         document_BT: jax.Array,
         positions_BT: jax.Array,
-        bias_mE: jax.Array,
+        routing: Routing,
     ) -> tuple[Stream, RouterStats | None]:
         stats: list[RouterStats] = []
         for i, spec in enumerate(self.period):
             layer = Layer(self.config, self.dtype, spec, name=f"{spec.letter}{i}")
-            bias_E = None if spec.dense else bias_mE[len(stats)]
-            stream, stat = layer(stream, sources, document_BT, positions_BT, bias_E)
+            mine = None if spec.dense else _rows(routing, len(stats))
+            stream, stat = layer(stream, sources, document_BT, positions_BT, mine)
             stream = stream._replace(
                 running_BTD=constrain(stream.running_BTD, "batch", "time", "embed")
             )
@@ -108,7 +109,7 @@ class LM(nn.Module):
         tokens_BT: jax.Array,
         segment_ids_BT: jax.Array,
         positions_BT: jax.Array,
-        bias_LE: jax.Array,
+        routing: Routing,
     ) -> tuple[jax.Array, jax.Array, RouterStats | None]:
         c, D, W = self.config, self.config.d_model, self.config.vocab
         width = D if c.tie_head else 1  # a tied table must also give logits of unit size
@@ -124,10 +125,10 @@ class LM(nn.Module):
             if c.residual.kind == "block":
                 sources = (*sources, stream.running_BTD)
             for s, segment in enumerate(block):
-                bias = bias_LE[row : row + segment.moe_layers]
+                mine = _rows(routing, slice(row, row + segment.moe_layers))
                 row += segment.moe_layers
                 stream, stat = self._segment(
-                    f"block{b}_{s}", segment, stream, sources, document_BT, positions_BT, bias
+                    f"block{b}_{s}", segment, stream, sources, document_BT, positions_BT, mine
                 )
                 stats += [] if stat is None else [stat]
         x_BTD = stream.running_BTD
@@ -143,14 +144,14 @@ class LM(nn.Module):
             jax.tree.map(lambda *x: jnp.concatenate(x), *stats) if stats else None,
         )
 
-    def _segment(self, name, segment, stream, sources, document_BT, positions_BT, bias_mE):  # type: ignore[no-untyped-def]
-        r, E = segment.repeats, self.config.moe.experts
+    def _segment(self, name, segment, stream, sources, document_BT, positions_BT, routing):  # type: ignore[no-untyped-def]
+        r = segment.repeats
         body = Period
         if self.config.remat != "none":
             body = nn.remat(Period, prevent_cse=r == 1, policy=REMAT[self.config.remat])
         if r == 1:
             period = body(self.config, self.dtype, segment.period, name=name)
-            return period(stream, sources, document_BT, positions_BT, bias_mE)
+            return period(stream, sources, document_BT, positions_BT, routing)
         scan = nn.scan(
             body,
             variable_axes={"params": 0},
@@ -159,7 +160,8 @@ class LM(nn.Module):
             length=r,
             metadata_params={nn.PARTITION_NAME: "layer"},
         )(self.config, self.dtype, segment.period, name=name)
-        stream, stats = scan(stream, sources, document_BT, positions_BT, bias_mE.reshape(r, -1, E))
+        routing = jax.tree.map(lambda x: x.reshape(r, -1, *x.shape[1:]), routing)
+        stream, stats = scan(stream, sources, document_BT, positions_BT, routing)
         return stream, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stats)
 
 
@@ -167,8 +169,32 @@ class Model(NamedTuple):
     """The model as functions and plain trees; what everything above `model.py` sees."""
 
     init: Callable[[jax.Array], Any]  # key -> params
-    apply: Callable[[Any, jax.Array, Batch], tuple[jax.Array, jax.Array, RouterStats | None]]
+    apply: Callable[[Any, Routing, Batch], tuple[jax.Array, jax.Array, RouterStats | None]]
     axes: Any  # tree like params: a tuple of logical axis names a leaf
+
+
+def expert_norms(config: ModelConfig, tree: Any) -> jax.Array:
+    """Norm of each expert's w_in and w_out together, [L, E], in a tree shaped like the parameters.
+
+    L in the order of the routing: a segment's repeats in turn, each with its layers.
+    """
+    rows = []
+    for b, block in enumerate(blocks(config)):
+        for s, segment in enumerate(block):
+            squares_rE = []
+            for i, spec in enumerate(segment.period):
+                if not spec.dense:
+                    layer = tree[f"block{b}_{s}"][f"{spec.letter}{i}"]["channel"]
+                    w_in, w_out = layer["w_in"], layer["w_out"]
+                    square = jnp.sum(w_in**2, (-1, -2, -3)) + jnp.sum(w_out**2, (-1, -2))
+                    squares_rE.append(square.reshape(segment.repeats, -1))
+            if squares_rE:
+                rows.append(jnp.stack(squares_rE, 1).reshape(-1, config.moe.experts))
+    return jnp.sqrt(jnp.concatenate(rows))
+
+
+def _rows(routing: Routing, which: Any) -> Routing:
+    return jax.tree.map(lambda x: x[which], routing)
 
 
 def compute_dtype(name: str) -> jnp.dtype:
@@ -179,13 +205,13 @@ def compute_dtype(name: str) -> jnp.dtype:
 
 
 def make_model(config: ModelConfig) -> Model:
-    """Builds init and apply. `apply(params, bias_LE, batch) -> (hidden, head, stats)`."""
+    """Builds init and apply. `apply(params, routing, batch) -> (hidden, head, stats)`."""
     module = LM(config, compute_dtype(config.dtype))
-    bias_LE = jnp.zeros((config.moe_layers, config.moe.experts))
+    routing = first_routing(config.moe, config.moe_layers)
     row = jnp.zeros((1, 2), jnp.int32)
 
     def boxed(key: jax.Array) -> Any:
-        return module.init(key, row, row, row, bias_LE)["params"]
+        return module.init(key, row, row, row, routing)["params"]
 
     axes = jax.tree.map(
         lambda box: box.names, jax.eval_shape(boxed, jax.random.key(0)), is_leaf=_is_box
@@ -194,9 +220,9 @@ def make_model(config: ModelConfig) -> Model:
     def init(key: jax.Array) -> Any:
         return nn.unbox(boxed(key))
 
-    def apply(params: Any, bias_LE: jax.Array, batch: Batch) -> Any:
+    def apply(params: Any, routing: Routing, batch: Batch) -> Any:
         return module.apply(
-            {"params": params}, batch.tokens_BT, batch.segment_ids_BT, batch.positions_BT, bias_LE
+            {"params": params}, batch.tokens_BT, batch.segment_ids_BT, batch.positions_BT, routing
         )
 
     return Model(init, apply, axes)

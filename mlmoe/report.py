@@ -55,7 +55,7 @@ def sample(run: "Run", state: TrainState) -> str:
     ids = sample_tokens(
         run.program.model,
         state.params,
-        state.bias_LE,
+        state.routing.without_capacity(),
         prompt,
         context=min(run.config.context, 256),
         count=run.config.sample_tokens,

@@ -94,27 +94,29 @@ def expert_shards() -> int:
 def per_shard(
     f: Callable[..., tuple[jax.Array, Any]],
     rows: tuple[jax.Array, ...],
-    whole: tuple[jax.Array, ...],
+    whole: tuple[Any, ...],
     experts: tuple[jax.Array, ...] = (),
 ) -> tuple[jax.Array, Any]:
-    """f(*rows, *whole, *experts) -> (y, totals), run by every device on its own part.
+    """f(*rows, *whole, *experts) -> (y, parts), run by every device on its own part.
 
     `rows` and y are split along their first axis as the batch is, `experts` along their first axis
-    over the expert axis; `whole` is the same everywhere, and so are the totals, which are added up
-    over the devices. For what XLA cannot split by itself, such as a sort over tokens. Gradients are
-    added up over the devices that hold the same part. Outside a mesh it is f itself.
+    over the expert axis; `whole` is the same everywhere. Each leaf of `parts` gets a leading axis
+    with one entry a device (one, outside a mesh): summing it is left to the caller, who can do it
+    once for many layers and micro-batches. Gradients are added up over the devices that hold the
+    same part. For what XLA cannot split by itself, such as a sort over tokens.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return f(*rows, *whole, *experts)
 
-    def local(*args: jax.Array) -> tuple[jax.Array, Any]:
-        y, totals = f(*args)
-        return y, jax.tree.map(lambda x: jax.lax.psum(x, MESH_AXES), totals)
+    def local(*args: Any) -> tuple[jax.Array, Any]:
+        y, parts = f(*args)
+        return y, jax.tree.map(lambda x: x[None], parts)
+
+    if mesh.empty:
+        return local(*rows, *whole, *experts)
 
     split = spec(("batch",))
     specs = (split,) * len(rows) + (spec(()),) * len(whole) + (spec(("expert",)),) * len(experts)
     # check_vma=False: expert_ffn's own backward rule cannot insert the sum over shards that the
     # gradient of a replicated weight needs; without the check shard_map inserts it.
-    sharded = jax.shard_map(local, in_specs=specs, out_specs=(split, spec(())), check_vma=False)
+    sharded = jax.shard_map(local, in_specs=specs, out_specs=(split, split), check_vma=False)
     return sharded(*rows, *whole, *experts)

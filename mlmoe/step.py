@@ -14,9 +14,10 @@ import optax
 from mlmoe import optim
 from mlmoe.config import TrainConfig
 from mlmoe.data.batch import Batch
-from mlmoe.layers.router import BALANCE, RouterStats, max_violation
+from mlmoe.layers import balance
+from mlmoe.layers.router import RouterStats, Routing
 from mlmoe.loss import LossSums, cross_entropy
-from mlmoe.model import Model
+from mlmoe.model import Model, expert_norms
 from mlmoe.sharding import constrain
 
 
@@ -26,13 +27,25 @@ class TrainState(NamedTuple):
     step: jax.Array  # int32: batches consumed, applied or skipped
     params: Any
     opt_state: Any
-    bias_LE: jax.Array  # f32 router bias: moved by the balance rule, never by the optimizer
+    routing: Routing  # of all MoE layers: moved by the balance rule, never by the optimizer
+    load_LE: jax.Array  # int32: tokens of each expert in the last step
     skipped: jax.Array  # int32: steps not applied because something was not finite
     bad_in_a_row: jax.Array  # int32: the latest of them, in a row
 
 
+class LayerMetrics(NamedTuple):
+    """What is measured for each MoE layer: arrays [L]. Norms are over an expert's w_in and w_out:
+    an expert can die, its weights near 0, while its load looks balanced."""
+
+    balance: balance.BalanceReport
+    expert_norm_min: jax.Array
+    expert_norm_max: jax.Array
+    expert_grad_min: jax.Array
+    expert_grad_max: jax.Array
+
+
 class Metrics(NamedTuple):
-    """Scalars of one step (f32), read by the host one step later."""
+    """What is measured in one step, read by the host one step later; scalars are f32."""
 
     loss: jax.Array  # nats per target
     accuracy: jax.Array
@@ -43,24 +56,28 @@ class Metrics(NamedTuple):
     lr: jax.Array
     max_vio: jax.Array  # worst layer: max load / mean load - 1
     dead_experts: jax.Array  # experts that received no token, over all layers
-    dropped: jax.Array  # (token, choice) pairs without room on their shard, over all layers
+    starved_experts: jax.Array  # with less than a tenth of the mean load, over all layers
+    rerouted: jax.Array  # choices that a full expert passed on, over all layers
+    dropped: jax.Array  # choices that no expert took, over all layers
     skipped: jax.Array
     bad_in_a_row: jax.Array
+    layers: "LayerMetrics | None"  # of the MoE layers; None where there are none
 
 
 def init_state(config: TrainConfig, model: Model, tx: optax.GradientTransformation) -> TrainState:
     """The state before step 0, from `config.seed` alone. Trace it with `jax.eval_shape` or jit."""
     params = model.init(jax.random.key(config.seed))
     zero = jnp.zeros((), jnp.int32)
-    bias_LE = jnp.zeros((config.model.moe_layers, config.model.moe.experts), jnp.float32)
-    return TrainState(zero, params, tx.init(params), bias_LE, zero, zero)
+    routing = balance.first_routing(config.model.moe, config.model.moe_layers)
+    load_LE = jnp.zeros_like(routing.bias, jnp.int32)
+    return TrainState(zero, params, tx.init(params), routing, load_LE, zero, zero)
 
 
 def loss_sums(
-    config: TrainConfig, model: Model, params: Any, bias_LE: jax.Array, batch: Batch
+    config: TrainConfig, model: Model, params: Any, routing: Routing, batch: Batch
 ) -> tuple[LossSums, RouterStats | None]:
     """Forward pass and loss of a batch; shared by training and evaluation."""
-    x_BTD, head_DW, stats = model.apply(params, bias_LE, batch)
+    x_BTD, head_DW, stats = model.apply(params, routing, batch)
     chunk = config.model.vocab_chunk
     return cross_entropy(x_BTD, head_DW, batch.targets_BT, batch.weights_BT, chunk), stats
 
@@ -71,9 +88,10 @@ def make_train_step(
     """The step of a run, for `jax.jit(..., donate_argnums=0)` under the run's mesh."""
     c = config.optim
 
-    def objective(params: Any, bias_LE: jax.Array, batch: Batch) -> tuple[jax.Array, Any]:
-        sums, stats = loss_sums(config, model, params, bias_LE, batch)
-        return sums.nats + c.z_loss * sums.z2, (sums, stats)
+    def objective(params: Any, routing: Routing, batch: Batch) -> tuple[jax.Array, Any]:
+        sums, stats = loss_sums(config, model, params, routing, batch)
+        aux = 0.0 if stats is None else config.model.moe.aux_weight * jnp.sum(stats.aux)
+        return sums.nats + c.z_loss * sums.z2 + aux, (sums, stats)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         grads, (sums, stats) = _accumulate(objective, config.accumulate, state, batch)
@@ -85,21 +103,22 @@ def make_train_step(
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         updates = jax.tree.map(lambda u: u * rate, updates)
         update_norm = optax.tree.norm(updates)
-        bias_LE = state.bias_LE
+        routing, load_LE, layers = state.routing, state.load_LE, None
         if stats is not None:
-            bias_LE = jax.vmap(BALANCE[config.model.moe.balance])(bias_LE, stats)
-
+            # The one sum over devices of everything the balance needs, for all layers.
+            stats = jax.tree.map(lambda x: jnp.sum(x, axis=1), stats)
+            done = (state.step + 1) / config.steps
+            routing = balance.next_routing(config.model.moe, routing, stats, done)
+            load_LE = stats.load_E
+            layers = _layer_metrics(config, state, stats, grads)
         good = jnp.isfinite(sums.nats) & jnp.isfinite(grad_norm) & jnp.isfinite(update_norm)
         good &= sums.tokens > 0
-        new = (optax.apply_updates(state.params, updates), opt_state, bias_LE)
-        old = (state.params, state.opt_state, state.bias_LE)
-        params, opt_state, bias_LE = jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old)
+        params = optax.apply_updates(state.params, updates)
+        new = state._replace(params=params, opt_state=opt_state, routing=routing, load_LE=load_LE)
+        new = jax.tree.map(lambda n, o: jnp.where(good, n, o), new, state)
         bad = 1 - good.astype(jnp.int32)
-        new_state = TrainState(
+        new_state = new._replace(
             step=state.step + 1,
-            params=params,
-            opt_state=opt_state,
-            bias_LE=bias_LE,
             skipped=state.skipped + bad,
             bad_in_a_row=(state.bad_in_a_row + 1) * bad,
         )
@@ -111,14 +130,41 @@ def make_train_step(
             clip=clip,
             update_norm=update_norm,
             lr=rate * (c.lr if c.name == "muon" else c.adam_lr),
-            max_vio=jnp.zeros(()) if stats is None else jnp.max(max_violation(stats.load_E)),
-            dead_experts=jnp.zeros(()) if stats is None else jnp.sum(stats.load_E == 0),
-            dropped=jnp.zeros(()) if stats is None else jnp.sum(stats.dropped),
+            **_totals(layers),
             skipped=new_state.skipped,
             bad_in_a_row=new_state.bad_in_a_row,
+            layers=layers,
         )
 
     return train_step
+
+
+def _layer_metrics(
+    config: TrainConfig, state: TrainState, stats: RouterStats, grads: Any
+) -> LayerMetrics:
+    norm_LE, grad_LE = (expert_norms(config.model, x) for x in (state.params, grads))
+    return LayerMetrics(
+        balance.report(stats, state.routing, state.load_LE),
+        jnp.min(norm_LE, -1),
+        jnp.max(norm_LE, -1),
+        jnp.min(grad_LE, -1),
+        jnp.max(grad_LE, -1),
+    )
+
+
+def _totals(layers: LayerMetrics | None) -> dict[str, jax.Array]:
+    """Over the layers, the scalars of Metrics that the balance gives: zeros without experts."""
+    if layers is None:
+        names = ("max_vio", "dead_experts", "starved_experts", "rerouted", "dropped")
+        return dict.fromkeys(names, jnp.zeros(()))
+    b = layers.balance
+    return {
+        "max_vio": jnp.max(b.max_vio),
+        "dead_experts": jnp.sum(b.dead),
+        "starved_experts": jnp.sum(b.starved),
+        "rerouted": jnp.sum(b.rerouted),
+        "dropped": jnp.sum(b.dropped),
+    }
 
 
 def _accumulate(objective: Any, k: int, state: TrainState, batch: Batch) -> tuple[Any, Any]:
@@ -133,10 +179,10 @@ def _accumulate(objective: Any, k: int, state: TrainState, batch: Batch) -> tupl
         return constrain(x_kbT, None, "batch", "time")
 
     def micro(total: Any, piece: Batch) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, gradient(state.params, state.bias_LE, piece)), None
+        return jax.tree.map(jnp.add, total, gradient(state.params, state.routing, piece)), None
 
     pieces = jax.tree.map(cut, batch)
     first = jax.tree.map(lambda x: x[0], pieces)
-    shapes = jax.eval_shape(gradient, state.params, state.bias_LE, first)
+    shapes = jax.eval_shape(gradient, state.params, state.routing, first)
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     return jax.lax.scan(micro, zeros, pieces)[0]

@@ -18,8 +18,8 @@ from mlmoe.layers.expert_parallel import expert_parallel_ffn
 from mlmoe.layers.linear import project
 from mlmoe.layers.mlp import MLP
 from mlmoe.layers.norm import RMSNorm
-from mlmoe.layers.param import OUT, fan_in, param
-from mlmoe.layers.router import RouterStats, route
+from mlmoe.layers.param import OUT, fan_in, param, zeros
+from mlmoe.layers.router import RouterStats, Routing, route
 from mlmoe.sharding import EXPERT, expert_shards, per_shard
 from pallas_kernels.expert_dispatch import expert_ffn
 from pallas_kernels.expert_dispatch.activations import PARTS
@@ -31,17 +31,14 @@ def route_and_run(
     logits_BTE: jax.Array,
     z_BTR: jax.Array,
     document_BT: jax.Array,
-    bias_E: jax.Array,
+    routing: Routing,
     w_in_EPRF: jax.Array,
     w_out_EFR: jax.Array,
 ) -> tuple[jax.Array, RouterStats]:
     """sum_a p_a expert_a(z) [B, T, R] of the tokens of one shard, and what its router did."""
-    E, R = logits_BTE.shape[-1], z_BTR.shape[-1]
-    live_N = document_BT.reshape(-1) > 0
-    experts_NA, p_NA, stats = route(
-        logits_BTE.reshape(-1, E), bias_E, live_N, config.active, config.temperature
-    )
-    args = (z_BTR.reshape(-1, R), experts_NA, p_NA, w_in_EPRF, w_out_EFR)
+    experts_NA, p_NA, stats = route(config, routing, logits_BTE, document_BT > 0)
+    z_NR = z_BTR.reshape(-1, z_BTR.shape[-1])
+    args = (z_NR, experts_NA, p_NA, w_in_EPRF, w_out_EFR)
     if expert_shards() == 1:
         return expert_ffn(*args, activation=config.activation).reshape(z_BTR.shape), stats
     transport = config.transport
@@ -54,18 +51,21 @@ def route_and_run(
         transport=transport,
         buffer=config.buffer,
     )
-    return u_NR.reshape(z_BTR.shape), stats._replace(dropped=dropped)
+    return u_NR.reshape(z_BTR.shape), stats._replace(dropped=stats.dropped + dropped)
 
 
 class LatentMoE(nn.Module):
-    """x [B, T, D], document [B, T], bias [E] -> (y [B, T, D], RouterStats)."""
+    """x [B, T, D], document [B, T], one layer's routing -> (y [B, T, D], RouterStats).
+
+    A learned temperature is a parameter on top of the scheduled one: T exp(log_temperature).
+    """
 
     config: ModelConfig
     dtype: jnp.dtype
 
     @nn.compact
     def __call__(
-        self, x_BTD: jax.Array, document_BT: jax.Array, bias_E: jax.Array
+        self, x_BTD: jax.Array, document_BT: jax.Array, routing: Routing
     ) -> tuple[jax.Array, RouterStats]:
         c, D = self.config.moe, self.config.d_model
         E, R, F, P = c.experts, c.latent, c.hidden, PARTS[c.activation]
@@ -75,13 +75,16 @@ class LatentMoE(nn.Module):
         w_in = param(self, "w_in", fan_in(R), (E, P, R, F), "expert part latent hidden")
         w_out = param(self, "w_out", fan_in(F), (E, F, R), "expert hidden latent")
 
+        if c.temperature_learned:
+            log_temperature = param(self, "log_temperature", zeros, (), "")
+            routing = routing._replace(temperature=routing.temperature * jnp.exp(log_temperature))
         logits_BTE = jnp.einsum("BTD,DE->BTE", x_BTD.astype(jnp.float32), w_router)
         z_BTR = project("BTD,DR->BTR", x_BTD, w_down)
         experts = (w_in.astype(self.dtype), w_out.astype(self.dtype))
         u_BTR, stats = per_shard(
             functools.partial(route_and_run, c),
             (logits_BTE, z_BTR, document_BT),
-            (bias_E,),
+            (routing,),
             experts,
         )
         u_BTR = RMSNorm(self.config.norm_eps, name="latent_norm")(u_BTR)

@@ -18,7 +18,7 @@ from mlmoe.layers.latent_moe import LatentMoE
 from mlmoe.layers.mlp import MLP
 from mlmoe.layers.norm import RMSNorm
 from mlmoe.layers.residual import DepthRead, WindowSum
-from mlmoe.layers.router import RouterStats
+from mlmoe.layers.router import RouterStats, Routing
 
 
 class LayerSpec(NamedTuple):
@@ -59,7 +59,7 @@ class Layer(nn.Module):
         sources: tuple[jax.Array, ...],
         document_BT: jax.Array,
         positions_BT: jax.Array,
-        bias_E: jax.Array | None,
+        routing: Routing | None,
     ) -> tuple[Stream, RouterStats | None]:
         c, eps = self.config, self.config.norm_eps
         running_BTD, window = stream
@@ -77,9 +77,9 @@ class Layer(nn.Module):
         if self.spec.dense:
             mlp = MLP(c.moe.dense_hidden, c.moe.activation, self.dtype, name="channel")
             return Stream(running_BTD + mlp(y_BTD), window), None
-        assert bias_E is not None
+        assert routing is not None
         moe = LatentMoE(c, self.dtype, name="channel")
-        m_BTD, stats = moe(y_BTD, document_BT, bias_E)
+        m_BTD, stats = moe(y_BTD, document_BT, routing)
         return Stream(running_BTD + m_BTD, window), stats
 
     def _read(

@@ -1,9 +1,10 @@
-"""Routing of tokens to experts and its balance: pure functions, all in float32.
+"""Routing of tokens to experts: pure functions, all in float32.
 
     s = sigmoid(logits / temperature),  routes = top-A of s + bias,  p = s / sum of s over routes
 
 The bias only selects; weights come from raw scores, so it never touches the gradient. It moves once
-an optimizer step, from what the batch did, and is used from the next step on. N tokens, E experts.
+an optimizer step, from what the batch did (`balance.py`), and is used from the next step on. Of all
+statistics only int32 counts decide anything. N = B T tokens, E experts.
 """
 
 from typing import NamedTuple
@@ -11,105 +12,145 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from mlmoe.config import MoEConfig
+from mlmoe.layers.capacity import assign
+
 # A bin is (max b - min b + 2) / BINS wide, about 2e-3: finer bins gained nothing in public runs.
 BINS = 1024
+TIE = 2.0**-17  # 1/256 of a bin: what decides between equal scores
+
+
+class Routing(NamedTuple):
+    """What routers have besides parameters, carried from step to step. Of one layer or of all."""
+
+    bias: jax.Array  # f32 [E] or [L, E]
+    temperature: jax.Array  # f32 [] or [L]
+    capacity: jax.Array  # f32 [] or [L]: most tokens of an expert over the mean; inf: no limit
+
+    def without_capacity(self) -> "Routing":
+        """For evaluation and generation, where a token's experts may depend on no other token."""
+        return self._replace(capacity=jnp.full_like(self.capacity, jnp.inf))
 
 
 class RouterStats(NamedTuple):
-    """What one layer's router did with the real tokens of a batch; adds up over micro-batches."""
+    """What one layer's router did with the real tokens of a batch.
+
+    Adds up over micro-batches and devices; `per_shard` puts an axis of devices in front.
+    """
 
     load_E: jax.Array  # int32: tokens an expert received. Not floats: bf16 sums stop at 256
-    margin_EB: jax.Array  # int32 histogram of alpha_i - s_ij over [min b - 1, max b + 1]
-    dropped: jax.Array | int = 0  # int32: (token, choice) pairs that no shard had room for
+    margin_EB: jax.Array  # int32 histogram of alpha_i - s_ij; B = 0 where the balance needs none
+    rerouted: jax.Array  # int32 []: choices that a full expert passed on to the next-best
+    dropped: jax.Array  # int32 []: choices that no expert took
+    logits: jax.Array  # f32 [3]: number, sum and sum of squares of logits / temperature
+    aux: jax.Array  # f32 []: the balancing loss of `aux_loss`, times the tokens
 
 
 def route(
-    logits_NE: jax.Array, bias_E: jax.Array, live_N: jax.Array, active: int, temperature: float
+    config: MoEConfig, routing: Routing, logits_BTE: jax.Array, live_BT: jax.Array
 ) -> tuple[jax.Array, jax.Array, RouterStats]:
-    """Experts [N, A] int32 (-1 at padding), weights [N, A] f32 summing to 1, and the statistics.
+    """Experts [N, A] int32 (-1: none), weights [N, A] f32 summing to 1, and the statistics.
 
-    Equal scores go to the lower index. `live_N` is False at padding, which is never counted.
+    `routing` is one layer's. `live_BT` is False at padding, which has no expert and never counts.
     """
-    s_NE = jax.nn.sigmoid(logits_NE.astype(jnp.float32) / temperature)
-    biased_NE = jax.lax.stop_gradient(s_NE) + bias_E[None]
-    top_NA, experts_NA = jax.lax.top_k(biased_NE, active + 1)
-    alpha_N, experts_NA = top_NA[:, active], experts_NA[:, :active]
-    p_NA = jnp.take_along_axis(s_NE, experts_NA, axis=1)
+    (B, T, E), A = logits_BTE.shape, config.active
+    live_N = live_BT.reshape(-1)
+    scaled_NE = (logits_BTE.astype(jnp.float32) / routing.temperature).reshape(-1, E)
+    s_NE = jax.nn.sigmoid(scaled_NE)
+    fixed_NE = jax.lax.stop_gradient(s_NE)
+    # Equal scores, as of a router that is still zero, go to other experts at every token of a row.
+    turn_TE = (jnp.arange(E)[None] - A * jnp.arange(T)[:, None]) % E
+    choice_BTE = fixed_NE.reshape(B, T, E) + routing.bias[None, None] - TIE / E * turn_TE[None]
+    zero = jnp.zeros((), jnp.int32)
+    if config.balance == "capacity":
+        experts_NA, rerouted, dropped = assign(
+            choice_BTE, live_BT, routing.capacity, A, config.reroutes
+        )
+        alpha_N = jnp.zeros_like(live_N, jnp.float32)
+    else:
+        top_NA, experts_NA = jax.lax.top_k(choice_BTE.reshape(-1, E), A + 1)
+        alpha_N, experts_NA = top_NA[:, A], experts_NA[:, :A]
+        experts_NA = jnp.where(live_N[:, None], experts_NA, -1)
+        rerouted, dropped = zero, zero
+    p_NA = jnp.take_along_axis(s_NE, jnp.maximum(experts_NA, 0), axis=1)
+    p_NA = jnp.where(experts_NA < 0, 0.0, p_NA)
     p_NA = p_NA / jnp.maximum(jnp.sum(p_NA, axis=1, keepdims=True), 1e-20)
-    experts_NA = jnp.where(live_N[:, None], experts_NA, -1)
-    margin_NE = alpha_N[:, None] - jax.lax.stop_gradient(s_NE)
-    return (
-        experts_NA,
-        p_NA,
-        RouterStats(
-            load_E=_count(experts_NA, bias_E.shape[0]),
-            margin_EB=_histogram(margin_NE, *_bounds(bias_E), live_N),
-            dropped=jnp.zeros((), jnp.int32),
-        ),
+    load_E = _count(experts_NA, E)
+    stats = RouterStats(
+        load_E=load_E,
+        margin_EB=jnp.zeros((E, 0), jnp.int32),
+        rerouted=rerouted,
+        dropped=dropped,
+        logits=_moments(jax.lax.stop_gradient(scaled_NE), live_N),
+        aux=jnp.zeros(()),
     )
+    if config.balance in ("quantile", "capacity"):
+        margin_EB = _histogram(alpha_N[:, None] - fixed_NE, *bounds(routing.bias), live_N)
+        stats = stats._replace(margin_EB=margin_EB)
+    if config.balance == "aux_loss":
+        stats = stats._replace(aux=_balancing_loss(s_NE, load_E, live_N, A))
+    return experts_NA, p_NA, stats
 
 
-def quantile(bias_E: jax.Array, stats: RouterStats) -> jax.Array:
-    """One exact step of score-margin balance, to within a bin (arXiv 2607.24653, eq. 13-14).
-
-    Token i takes expert j when b_j exceeds alpha_i - s_ij, so b_j = the (q+1)-th smallest of these
-    margins, q = N A / E, gives every expert its equal share. The common mean is removed. An
-    empty batch (no real token) leaves the bias as it was.
-    """
-    E, B = stats.margin_EB.shape
-    low, high = _bounds(bias_E)
-    # Tokens with a margin up to the bin's end. A scan of log depth: XLA:CPU's cumsum is quadratic.
-    below_EB = jax.lax.associative_scan(jnp.add, stats.margin_EB, axis=1)
-    rank = jnp.sum(stats.load_E).astype(jnp.float32) / E  # q; the wanted token is number q + 1
-    bin_E = jnp.sum(below_EB <= rank, axis=1)
-    before_E = jnp.where(
-        bin_E > 0, jnp.take_along_axis(below_EB, jnp.maximum(bin_E - 1, 0)[:, None], 1)[:, 0], 0
-    )
-    inside_E = jnp.take_along_axis(stats.margin_EB, jnp.minimum(bin_E, B - 1)[:, None], 1)[:, 0]
-    part_E = (rank - before_E + 0.5) / jnp.maximum(inside_E, 1)
-    new_E = low + (bin_E + jnp.clip(part_E, 0.0, 1.0)) * (high - low) / B
-    return jnp.where(jnp.sum(stats.load_E) > 0, new_E - jnp.mean(new_E), bias_E)
-
-
-def quantile_sign(bias_E: jax.Array, stats: RouterStats, delta: float = 1e-3) -> jax.Array:
-    """Cools experts above the 0.9 quantile of the loads by delta, warms those below the 0.1 one.
-
-    A sign rule with a dead zone: the middle four fifths of the experts are left alone.
-    """
-    load_E = stats.load_E.astype(jnp.float32)
-    low, high = jnp.quantile(load_E, 0.1), jnp.quantile(load_E, 0.9)
-    return bias_E + delta * ((load_E < low).astype(jnp.float32) - (load_E > high))
-
-
-def keep(bias_E: jax.Array, stats: RouterStats) -> jax.Array:
-    """No balance: the bias stays."""
-    del stats
-    return bias_E
-
-
-BALANCE = {"quantile": quantile, "quantile_sign": quantile_sign, "none": keep}
-
-
-def max_violation(load_E: jax.Array) -> jax.Array:
-    """MaxVio = max load / mean load - 1; 0 is perfect balance, E / A - 1 the worst."""
-    mean = jnp.maximum(jnp.mean(load_E.astype(jnp.float32), axis=-1), 1e-20)
-    return jnp.max(load_E, axis=-1) / mean - 1.0
-
-
-def _bounds(bias_E: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Every margin alpha - s lies here: alpha is some b_k + s_k and both scores are in (0, 1)."""
-    return jnp.min(bias_E) - 1.0, jnp.max(bias_E) + 1.0
+def bounds(bias_E: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Every margin alpha - s lies here: alpha is 0 or some b_k + s_k, and scores are in (0, 1)."""
+    return jnp.minimum(jnp.min(bias_E), 0.0) - 1.0, jnp.max(bias_E) + 1.0
 
 
 def _count(experts_NA: jax.Array, E: int) -> jax.Array:
     return jnp.sum(experts_NA[..., None] == jnp.arange(E)[None, None], axis=(0, 1), dtype=jnp.int32)
 
 
+def _moments(x_NE: jax.Array, live_N: jax.Array) -> jax.Array:
+    x_NE = jnp.where(live_N[:, None], x_NE, 0.0)
+    return jnp.stack(
+        [jnp.sum(live_N.astype(jnp.float32)) * x_NE.shape[1], jnp.sum(x_NE), jnp.sum(x_NE**2)]
+    )
+
+
+def _balancing_loss(s_NE: jax.Array, load_E: jax.Array, live_N: jax.Array, A: int) -> jax.Array:
+    """E / A sum_e f_e sum_i p_ie with f the share of tokens that went to e and p = s / sum_e s.
+
+    Switch Transformer's loss (arXiv 2101.03961) times the number of tokens; the shares are those of
+    one device's micro-batch, as is usual.
+    """
+    p_NE = jnp.where(live_N[:, None], s_NE / jnp.sum(s_NE, axis=1, keepdims=True), 0.0)
+    f_E = load_E / jnp.maximum(jnp.sum(live_N), 1)
+    return s_NE.shape[1] / A * jnp.sum(f_E[None] * p_NE)
+
+
 def _histogram(
     margin_NE: jax.Array, low: jax.Array, high: jax.Array, live_N: jax.Array
 ) -> jax.Array:
-    N, E = margin_NE.shape
     bin_NE = jnp.clip(((margin_NE - low) * (BINS / (high - low))).astype(jnp.int32), 0, BINS - 1)
-    live_NE = jnp.broadcast_to(live_N[:, None], (N, E)).astype(jnp.int32)
-    flat_NE = bin_NE + BINS * jnp.arange(E)[None]
-    return jnp.zeros(E * BINS, jnp.int32).at[flat_NE].add(live_NE).reshape(E, BINS)
+    bin_NE = jnp.where(live_N[:, None], bin_NE, -1)
+    return jax.lax.platform_dependent(bin_NE, cpu=_scatter_count, default=_matmul_count)
+
+
+def _scatter_count(bin_NE: jax.Array) -> jax.Array:
+    E = bin_NE.shape[1]
+    one_NE = (bin_NE >= 0).astype(jnp.int32)
+    flat_NE = jnp.maximum(bin_NE, 0) + BINS * jnp.arange(E)[None]
+    return jnp.zeros(E * BINS, jnp.int32).at[flat_NE].add(one_NE).reshape(E, BINS)
+
+
+def _matmul_count(bin_NE: jax.Array, block: int = 512) -> jax.Array:
+    """The same without a scatter, which a TPU does one element at a time.
+
+    A bin is a high and a low digit; the counts are a product of the two one-hot matrices, exact in
+    f32 below 2^24 tokens. Block by block, as the one-hots of all tokens would fill the memory.
+    """
+    N, E = bin_NE.shape
+    digits, side = jnp.arange(32), 32
+    bin_nbE = jnp.pad(bin_NE, ((0, -N % block), (0, 0)), constant_values=-1).reshape(-1, block, E)
+
+    def add(total_Ecd: jax.Array, bin_bE: jax.Array) -> tuple[jax.Array, None]:
+        high_bEc = ((bin_bE // side)[..., None] == digits[None, None]).astype(jnp.bfloat16)
+        low_bEd = ((bin_bE % side)[..., None] == digits[None, None]).astype(jnp.bfloat16)
+        count_Ecd = jnp.einsum(
+            "bEc,bEd->Ecd", high_bEc, low_bEd, preferred_element_type=jnp.float32
+        )
+        return total_Ecd + count_Ecd.astype(jnp.int32), None
+
+    zeros_Ecd = jnp.zeros((E, BINS // side, side), jnp.int32)
+    return jax.lax.scan(add, zeros_Ecd, bin_nbE)[0].reshape(E, BINS)

@@ -27,11 +27,10 @@ class Plan(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the forward kernel keeps for the gradient, N chunks: in the dtype of the inputs, as
-    they are matmul operands there."""
+    """What the forward kernel keeps for the gradient, N chunks."""
 
-    S_BHNVK: Any  # the state that entered each chunk
-    X_BHNCC: Any  # (I + A)^-1; None for the additive rule
+    S_BHNVK: Any  # the state that entered each chunk, in the dtype of the inputs
+    X_BHNCC: Any  # (I + A)^-1 in f32; None for the additive rule
 
 
 def _forward(inputs, document, S_in, o, S_out, saved, state, *, plan: Plan, dtype):
@@ -49,7 +48,7 @@ def _forward(inputs, document, S_in, o, S_out, saved, state, *, plan: Plan, dtyp
     o[0] = o_HCV.astype(o.dtype)
     state[...] = S_HVK
     if saved is not None and X_HCC is not None:
-        saved.X_BHNCC[0, :, 0] = X_HCC.astype(dtype)
+        saved.X_BHNCC[0, :, 0] = X_HCC
 
     @pl.when(n == pl.num_programs(2) - 1)
     def _():
@@ -132,7 +131,9 @@ def forward(inputs, document_BN2C, S_BHVK, plan: Plan, *, save: bool):
     V, C, N, dtype = v.shape[-1], plan.chunk, T // plan.chunk, q.dtype
     block, delta = _Blocks(plan, N, reverse=False), beta is not None
     shape = jax.ShapeDtypeStruct
-    saved = Saved(shape((B, H, N, V, K), dtype), shape((B, H, N, C, C), dtype) if delta else None)
+    saved = Saved(
+        shape((B, H, N, V, K), dtype), shape((B, H, N, C, C), jnp.float32) if delta else None
+    )
     return pl.pallas_call(
         functools.partial(_forward, plan=plan, dtype=dtype),
         grid=(B, H // plan.heads, N),

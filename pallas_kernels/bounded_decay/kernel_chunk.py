@@ -65,13 +65,13 @@ def forward_chunk(x: Inputs, masks: Masks, S_HVK, scale: float, dtype):
         both = jnp.concatenate([x.q_HCK * d.start_HCK, x.k_HCK * d.start_HCK], 1)
         reads = einsum("HCK,HVK->HCV", both, S_HVK, dtype)
         old, predicted = reads[:, :C], jnp.where(masks.reads_C1, reads[:, C:], 0.0)
-        w = einsum("HCD,HDV->HCV", X, x.beta_HC1 * (x.v_HCV - predicted), dtype)
+        w = einsum("HCD,HDV->HCV", X, x.beta_HC1 * (x.v_HCV - predicted), dtype, split="x")
     A_qk = jnp.where(masks.earlier_CC, A_qk, 0.0)
-    o = jnp.where(masks.reads_C1, old, 0.0) + einsum("HCD,HDV->HCV", A_qk, w, dtype)
+    o = jnp.where(masks.reads_C1, old, 0.0) + einsum("HCD,HDV->HCV", A_qk, w, dtype, split="y")
     o += jnp.sum(x.q_HCK * x.k_HCK, -1, keepdims=True) * w  # a token reads its own write undecayed
     rest = jnp.where(masks.writes_C1, x.k_HCK * d.rest_HCK, 0.0)
     kept = jnp.where(masks.keeps_11, S_HVK * d.whole_H1K, 0.0)
-    return live(scale * o, masks), kept + einsum("HCV,HCK->HVK", w, rest, dtype), X
+    return live(scale * o, masks), kept + einsum("HCV,HCK->HVK", w, rest, dtype, split="x"), X
 
 
 class Gradients(NamedTuple):
@@ -112,8 +112,8 @@ def backward_chunk(x: Inputs, masks: Masks, S_HVK, X, do_HCV, dS_HVK, scale: flo
     else:
         read_k = jnp.where(masks.reads_C1, k * d.start_HCK, 0.0)
         r = x.v_HCV - einsum("HCK,HVK->HCV", read_k, S, dtype)
-        w = einsum("HCD,HDV->HCV", X, beta * r, dtype)
-        y = einsum("HDC,HDV->HCV", X, dw, dtype)
+        w = einsum("HCD,HDV->HCV", X, beta * r, dtype, split="xy")
+        y = einsum("HDC,HDV->HCV", X, dw, dtype, split="xy")
         dv = beta * y
         writes, reads = jnp.concatenate([do, -dv], 1), jnp.concatenate([read_q, read_k], 1)
         dscores = einsum("HCV,HDV->HCD", jnp.concatenate([do, -y], 1), w, dtype)

@@ -19,8 +19,12 @@ import jax.numpy as jnp
 from pallas_kernels.bounded_decay.tiles import KEY_SCALE, QUERY_SCALE, TILE
 
 
-def einsum(spec: str, x_H, y_H, dtype):
+def einsum(spec: str, x_H, y_H, dtype, split: str = ""):
     """A matmul for each head, operands rounded to `dtype` and summed in f32; f32 is not rounded.
+
+    split: operands ("x", "y", "xy") that bf16 is too coarse for. They are taken as the sum of two
+    bf16, which is exact to 16 bits, and the parts' products summed in one longer matmul; that of
+    two small parts is left out.
 
     Head by head because libtpu 0.0.42 converts the operands of a batched product to bf16 with five
     times the instructions that it needs for a plain one.
@@ -31,9 +35,29 @@ def einsum(spec: str, x_H, y_H, dtype):
         precision=jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )
+    if split and dtype != jnp.float32:
+        x_axis, y_axis = _contraction(spec)
+        (x, x_low), (y, y_low) = _halves(x_H, dtype), _halves(y_H, dtype)
+        parts = [(x, y), (x, y_low), (x_low, y)]
+        parts = [p for p, name in zip(parts, (" ", "y", "x"), strict=True) if name in split + " "]
+        xs, ys = zip(*parts, strict=True)
+        x_H, y_H = jnp.concatenate(xs, x_axis), jnp.concatenate(ys, y_axis)
     return jnp.stack(
         [product(x.astype(dtype), y.astype(dtype)) for x, y in zip(x_H, y_H, strict=True)]
     )
+
+
+def _halves(x_H, dtype):
+    high = x_H.astype(dtype)
+    return high, (x_H - high.astype(jnp.float32)).astype(dtype)
+
+
+def _contraction(spec: str) -> tuple[int, int]:
+    """The axis that is summed over, in each of the two operands."""
+    operands, out = spec.split("->")
+    x, y = operands.split(",")
+    (summed,) = (set(x) & set(y)) - set(out)
+    return x.index(summed), y.index(summed)
 
 
 def iota(shape: tuple[int, ...], axis: int) -> jax.Array:
@@ -41,14 +65,9 @@ def iota(shape: tuple[int, ...], axis: int) -> jax.Array:
 
 
 def sum_rows(which_CC, x_HCK, dtype):
-    """A 0/1 matrix times x. bf16: x as the sum of two bf16, so that it is exact to 16 bits."""
-    which_HCC = [which_CC] * x_HCK.shape[0]
-    high = x_HCK.astype(dtype)
-    total = einsum("HCD,HDK->HCK", which_HCC, high, dtype)
-    if dtype == jnp.float32:
-        return total
-    low = x_HCK - high.astype(jnp.float32)
-    return total + einsum("HCD,HDK->HCK", which_HCC, low, dtype)
+    """A 0/1 matrix times x, exact to 16 bits of x."""
+    which_HCC = jnp.stack([which_CC.astype(dtype)] * x_HCK.shape[0])
+    return einsum("HCD,HDK->HCK", which_HCC, x_HCK, dtype, split="y")
 
 
 def spread(x_HaK, C: int):
@@ -194,12 +213,11 @@ def _next_rung(X_HCC, A_HCC, size: int, dtype):
     lower = [slice(n, n + size) for n in range(size, C, 2 * size)]
     lane_HrC = iota((H, size, C), 2)
     L = [jnp.where(lane_HrC // size == s.start // size - 1, A_HCC[:, s], 0.0) for s in lower]
-    X = X_HCC.astype(dtype)
-    LX_HrC = einsum("HrD,HDC->HrC", jnp.concatenate(L, 1), X, dtype)
+    LX_HrC = einsum("HrD,HDC->HrC", jnp.concatenate(L, 1), X_HCC, dtype, split="xy")
     zero_HrC = jnp.zeros_like(lane_HrC, jnp.float32)
     LX = [y for part in jnp.split(LX_HrC, len(lower), 1) for y in (zero_HrC, part)]
-    X_HrD = jnp.concatenate([X[:, s] for s in lower], 1)
-    XLX_HrC = einsum("HrD,HDC->HrC", X_HrD, jnp.concatenate(LX, 1), dtype)
+    X_HrD = jnp.concatenate([X_HCC[:, s] for s in lower], 1)
+    XLX_HrC = einsum("HrD,HDC->HrC", X_HrD, jnp.concatenate(LX, 1), dtype, split="xy")
     rows = []
     for s, part in zip(lower, jnp.split(XLX_HrC, len(lower), 1), strict=True):
         rows += [X_HCC[:, s.start - size : s.start], X_HCC[:, s] - part]

@@ -58,8 +58,8 @@ def bounded_decay(
     wrong, then NaN, and one above 0 grows without bound.
 
     Finite inputs are assumed outside padding: a NaN may reach other documents. With q in bf16 the
-    kernels round k and v to bf16 too. They have first derivatives only, and XLA cannot split them:
-    on several devices call the op inside `jax.shard_map(..., check_vma=False)`.
+    kernels round k and v to bf16 too. All but 'ref' have first derivatives only. XLA cannot split
+    the kernels: on several devices call the op inside `jax.shard_map(..., check_vma=False)`.
     """
     op = "bounded_decay"
     implementation = _choose(op, implementation)

@@ -98,6 +98,7 @@ class Chunk(NamedTuple):
     earlier_BHCC: jax.Array  # [B,1,C,C]: j < i and both in one document
     reads_BHC1: jax.Array  # [B,1,C,1]: the token continues the incoming state's document
     writes_BHC1: jax.Array  # [B,1,C,1]: the token is in the document the chunk ends with
+    same_BCC: jax.Array  # i and j are in one document
 
     @classmethod
     def open(cls, g_BHCK, document_BC, before_B) -> "Chunk":
@@ -132,17 +133,48 @@ class Chunk(NamedTuple):
             earlier_BHCC=(same_BCC & np.tril(np.ones((1, C, C), bool), -1))[:, None],
             reads_BHC1=(document_BC == before_B[:, None])[:, None, :, None],
             writes_BHC1=(document_BC == document_BC[:, -1:])[:, None, :, None],
+            same_BCC=same_BCC,
         )
 
-    def scores(self, x_BHCK, y_BHCK):
-        """sum_K x_i y_j exp(G_i - G_j) for earlier j, else 0: [B,H,C,C]."""
-        x_BHaiK = x_BHCK.reshape(self.query_BHaiK.shape) * self.query_BHaiK
-        y_BHaCK = y_BHCK[:, :, None] * self.key_BHaCK
-        scores_BHaiC = einsum("BHaiK,BHaCK->BHaiC", x_BHaiK, y_BHaCK)
-        return self._mask(scores_BHaiC.reshape(*x_BHCK.shape[:3], -1))
+    def scores(self, rows_BHCK, y_BHCK):
+        """sum_K x_i y_j exp(G_i - G_j) for earlier j, else 0, of each x in `rows`: [B,H,C,C]."""
+        scores_BHaiC = einsum("BHaiK,BHaCK->BHaiC", self.queries(rows_BHCK), self.keys(y_BHCK))
+        return self.earlier(self.split_rows(scores_BHaiC, len(rows_BHCK)))
+
+    def scores_gradient(self, rows_BHCK, y_BHCK, dscores_BHCC):
+        """The gradients of `rows` (a list) and of y from those of `scores`."""
+        B, H, C, K = y_BHCK.shape
+        dscores = [x.reshape(B, H, C // TILE, TILE, C) for x in self.earlier(dscores_BHCC)]
+        dscores_BHaiC = jnp.concatenate(dscores, 3)
+        drows_BHaiK = einsum("BHaiC,BHaCK->BHaiK", dscores_BHaiC, self.keys(y_BHCK))
+        dy_BHaCK = einsum("BHaiC,BHaiK->BHaCK", dscores_BHaiC, self.queries(rows_BHCK))
+        query_BHCK = self.query_BHaiK.reshape(B, H, C, K)
+        drows = [query_BHCK * x for x in self.split_rows(drows_BHaiK, len(rows_BHCK))]
+        return drows, jnp.sum(self.key_BHaCK * dy_BHaCK, 2)
+
+    def queries(self, rows_BHCK):
+        """Each x in `rows` times exp(P), one above the other in each tile: [B,H,a,i,K]."""
+        shape = self.query_BHaiK.shape
+        return jnp.concatenate([x.reshape(shape) * self.query_BHaiK for x in rows_BHCK], 3)
+
+    def keys(self, y_BHCK):
+        """y as each tile's queries see it: [B,H,a,C,K]."""
+        return y_BHCK[:, :, None] * self.key_BHaCK
+
+    def split_rows(self, x_BHaiK, n: int):
+        """The n arrays [B,H,C,width] whose rows are one above the other in each tile."""
+        B, H, a, _, K = x_BHaiK.shape
+        return [x.reshape(B, H, a * TILE, K) for x in jnp.split(x_BHaiK, n, axis=3)]
+
+    def earlier(self, scores_BHCC):
+        """Each of the arrays with 0 where j is not earlier than i in one document."""
+        # After the matmul: the entries masked are finite but as large as exp(75).
+        return [jnp.where(self.earlier_BHCC, x, 0.0) for x in scores_BHCC]
 
     def from_state(self, x_BHCK):
-        """exp(G) x where the token continues the incoming document, else 0: [B,H,C,K]."""
+        """exp(G) x where the token continues the incoming document, else 0: [B,H,C,K].
+
+        Its own transpose, as is to_state."""
         return jnp.where(self.reads_BHC1, self.start_BHCK * x_BHCK, 0.0)
 
     def to_state(self, k_BHCK):
@@ -157,17 +189,17 @@ class Chunk(NamedTuple):
     def read(self, q_BHCK, k_BHCK, new_BHCV, S_BHKV):
         """S_t^T q_t for every token t of the chunk: [B,H,C,V]."""
         own_BHCV = jnp.sum(q_BHCK * k_BHCK, -1, keepdims=True) * new_BHCV
-        earlier_BHCV = einsum("BHij,BHjV->BHiV", self.scores(q_BHCK, k_BHCK), new_BHCV)
+        earlier_BHCV = einsum("BHij,BHjV->BHiV", *self.scores([q_BHCK], k_BHCK), new_BHCV)
         old_BHCV = einsum("BHCK,BHKV->BHCV", self.from_state(q_BHCK), S_BHKV)
         return old_BHCV + earlier_BHCV + own_BHCV
 
     def read_across(self, q_BHCV, k_BHCK, new_BHCV, S_BHKV):
         """S_t q_t for every token t, the read-out over the side that decays: [B,H,C,K]."""
         old_BHCK = self.start_BHCK * einsum("BHCV,BHKV->BHCK", q_BHCV, S_BHKV)
-        scores_BHCC = self._mask(einsum("BHiV,BHjV->BHij", q_BHCV, new_BHCV))
+        (scores_BHCC,) = self.earlier([einsum("BHiV,BHjV->BHij", q_BHCV, new_BHCV)])
         scores_BHaiC = scores_BHCC.reshape(*self.query_BHaiK.shape[:4], -1)
-        k_BHaCK = k_BHCK[:, :, None] * self.key_BHaCK
-        earlier_BHaiK = self.query_BHaiK * einsum("BHaiC,BHaCK->BHaiK", scores_BHaiC, k_BHaCK)
+        seen_BHaiK = einsum("BHaiC,BHaCK->BHaiK", scores_BHaiC, self.keys(k_BHCK))
+        earlier_BHaiK = self.query_BHaiK * seen_BHaiK
         own_BHCK = jnp.sum(q_BHCV * new_BHCV, -1, keepdims=True) * k_BHCK
         old_BHCK = jnp.where(self.reads_BHC1, old_BHCK, 0.0)
         return old_BHCK + earlier_BHaiK.reshape(k_BHCK.shape) + own_BHCK
@@ -176,7 +208,3 @@ class Chunk(NamedTuple):
         """The state after the chunk's last token: [B,H,K,V]."""
         written_BHKV = einsum("BHCK,BHCV->BHKV", self.to_state(k_BHCK), new_BHCV)
         return self.kept_BHK1() * S_BHKV + written_BHKV
-
-    def _mask(self, scores_BHCC):
-        # After the matmul: the entries masked are finite but as large as exp(75).
-        return jnp.where(self.earlier_BHCC, scores_BHCC, 0.0)

@@ -16,10 +16,10 @@ CHUNK = 128  # tokens; fills the matrix unit's 128 x 128 with every product
 # Heads a grid step works on at once: one head's waits are filled with another's work, until
 # registers spill. Milliseconds by libtpu 0.0.42's schedule: v5p, B=1, T=8192, H=96, K=V=128, bf16
 # (`python -m pallas_kernels.bench bounded_decay` with this number changed):
-#     heads           4      6      8      16
-#     forward         1.77   1.57   1.52   1.38
-#     backward        2.57   2.35   2.35   2.30
-#     bundles a step  5,850  8,020  10,712 20,990  (backward)
+#     heads           4      8       16
+#     forward         2.21   1.89    1.83
+#     backward        2.69   2.61    2.44
+#     bundles a step  6,135  11,886  22,233  (backward)
 HEADS = 8  # at widths of 128 in bf16; fewer where a head takes more room
 # Widths are padded to this: 64 lanes fill half a register, but padding them to 128 in HBM doubles
 # the traffic (K=V=64, H=96, T=8192 on v5p: forward 7.2 against 4.0 ms, most of it XLA's copies).
@@ -31,7 +31,10 @@ def bounded_decay_pallas(q, k, v, g, beta, initial_state, document, scale, *, in
     """As bounded_decay_chunked, but document [B, T] is -1 - number at padding.
 
     Matmul operands are rounded to q's dtype (bf16: q, k, v with their decays applied, the state,
-    scores, the triangular inverse, w, and their gradients), with f32 sums; all else is f32.
+    scores, and their gradients), with f32 sums; all else is f32. Where near-identical keys that do
+    not decay make large terms cancel, bf16 is not enough (128 such keys: 6e-3 of o, 6e-2 of the
+    gradient of beta): the triangular inverse and what it is applied to, the running sums of g, and
+    w are taken to 16 bits.
     """
     T, K, V = q.shape[1], q.shape[-1], v.shape[-1]
     inputs = tuple(_head_first(x.astype(q.dtype)) for x in (q, k, v))

@@ -17,6 +17,7 @@ from mlmoe.build import abstract_state, compile_train, first_state, make_program
 from mlmoe.checkpoint import Checkpoints
 from mlmoe.config import MeshConfig, TrainConfig
 from mlmoe.layers import exchange
+from mlmoe.layers.balance import first_routing
 from mlmoe.sharding import make_mesh, sharding
 from mlmoe.step import TrainState, loss_sums
 from tests.mlmoe.layers.test_expert_parallel import emulated
@@ -64,7 +65,7 @@ def test_a_step_on_any_mesh_is_the_same_step(
 ) -> None:
     state, metrics, text = one_step(config(expert, transport))
     close(metrics._asdict(), reference[1]._asdict(), 1e-5)
-    close(state.bias_LE, reference[0].bias_LE, 1e-5)
+    close(state.routing, reference[0].routing, 1e-5)
     close(state.params, reference[0].params, 1e-3)  # Adam divides by the root of tiny squares
     w_in = state.params["block0_0"]["L0"]["channel"]["w_in"]
     assert w_in.sharding.shard_shape(w_in.shape) == (2, 8 // expert, 2, 8, 12)
@@ -76,11 +77,13 @@ def test_a_tight_buffer_is_counted() -> None:
     c = config(8, "ragged", buffer=1.0)
     mesh, model = make_mesh(expert=8), make_program(c).model
     data = rows()
-    bias_LE = jnp.tile(10.0 * (jnp.arange(8) < 3), (2, 1))
+    routing = first_routing(c.model.moe, 2)
+    routing = routing._replace(bias=jnp.tile(10.0 * (jnp.arange(8) < 3), (2, 1)))
     params, placed = jax.jit(model.init)(jax.random.key(0)), put(data, mesh)
     with jax.set_mesh(mesh):
-        _, stats = jax.jit(partial(loss_sums, c, model))(params, bias_LE, placed)
+        _, stats = jax.jit(partial(loss_sums, c, model))(params, routing, placed)
     tokens, room = int((data.segment_ids_BT > 0).sum()), 33 * 3
+    stats = jax.tree.map(lambda x: np.sum(x, axis=1), stats)  # over the devices
     np.testing.assert_array_equal(stats.load_E[:, :3], tokens)
     np.testing.assert_array_equal(stats.dropped, 3 * (tokens - room))
 
@@ -115,7 +118,8 @@ def test_a_checkpoint_moves_between_meshes(tmp_path: Path) -> None:
     split = make_mesh(expert=8)
     bias_LE = np.random.default_rng(0).normal(size=(2, 8)).astype(np.float32)
     state = first_state(program, split)
-    state = state._replace(bias_LE=jax.device_put(bias_LE, state.bias_LE.sharding))
+    bias_LE = jax.device_put(bias_LE, state.routing.bias.sharding)
+    state = state._replace(routing=state.routing._replace(bias=bias_LE))
     moved = jax.tree.map(lambda x: x + 1, state)  # moments of the optimizer that are not 0
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(1, moved, data_state={}, meta={})

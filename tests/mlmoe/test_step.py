@@ -56,7 +56,7 @@ def test_micro_batches_and_devices_change_nothing(
 ) -> None:
     state, metrics = one_step(run_config(accumulate=accumulate), devices, rows())
     close(metrics._asdict(), reference[1]._asdict(), 1e-5)
-    close(state.bias_LE, reference[0].bias_LE, 1e-5)
+    close(state.routing.bias, reference[0].routing.bias, 1e-5)
     # Muon's Newton-Schulz makes small gradients into full-size updates: rounding grows with it.
     close(state.params, reference[0].params, 2e-3)
 
@@ -84,12 +84,12 @@ def test_a_step_that_is_not_finite_changes_only_its_counters() -> None:
     data = rows()
     poison = data._replace(weights_BT=np.where(np.arange(33) == 0, np.nan, data.weights_BT))
     before = first_state(program, mesh)
-    kept = jax.tree.map(np.asarray, (before.params, before.opt_state, before.bias_LE))
+    kept = jax.tree.map(np.asarray, (before.params, before.opt_state, before.routing))
     state, metrics = train_step(
         before, put(poison._replace(weights_BT=poison.weights_BT.astype(np.float32)), mesh)
     )
     jax.tree.map(
-        np.testing.assert_array_equal, (state.params, state.opt_state, state.bias_LE), kept
+        np.testing.assert_array_equal, (state.params, state.opt_state, state.routing), kept
     )
     assert (int(state.step), int(state.skipped), int(state.bad_in_a_row)) == (1, 1, 1)
     assert np.isnan(float(metrics.loss))
@@ -107,8 +107,8 @@ def test_a_batch_of_padding_alone_is_skipped() -> None:
 
 def test_balance_moves_the_bias_once_a_step_and_none_leaves_it() -> None:
     state, _ = one_step(run_config(), 1, rows())
-    assert float(jnp.abs(state.bias_LE).max()) > 0.0
-    np.testing.assert_allclose(jnp.mean(state.bias_LE, -1), 0.0, atol=1e-6)
+    assert float(jnp.abs(state.routing.bias).max()) > 0.0
+    np.testing.assert_allclose(jnp.mean(state.routing.bias, -1), 0.0, atol=1e-6)
 
 
 def test_abstract_state_is_what_init_makes() -> None:

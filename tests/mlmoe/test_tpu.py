@@ -13,6 +13,7 @@ import pytest
 import configs
 from mlmoe.build import abstract_batch, abstract_state, make_program
 from mlmoe.config import TrainConfig, from_dict
+from mlmoe.layers.balance import first_routing
 from mlmoe.layers.latent_moe import LatentMoE
 from mlmoe.layers.param import Named
 from mlmoe.sharding import make_mesh, sharding
@@ -54,7 +55,8 @@ def test_tokens_go_to_experts_on_other_chips_at_latent_width(buffer: float) -> N
     def described(shape: tuple[int, ...], dtype: Any, *axes: str) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(mesh, *axes))
 
-    row = jax.ShapeDtypeStruct((1, 2, D), jnp.bfloat16), jnp.ones((1, 2), jnp.int32), jnp.zeros(E)
+    routing = jax.tree.map(lambda x: x[0], first_routing(moe, 1))
+    row = jax.ShapeDtypeStruct((1, 2, D), jnp.bfloat16), jnp.ones((1, 2), jnp.int32), routing
     boxes = jax.eval_shape(layer.init, jax.random.key(0), *row)["params"]
     params = jax.tree.map(
         lambda box: described(box.value.shape, jnp.float32, *box.names),
@@ -65,12 +67,13 @@ def test_tokens_go_to_experts_on_other_chips_at_latent_width(buffer: float) -> N
     x_BTD = described((8, 32, D), jnp.bfloat16, "batch", "time", "embed")
     document_BT = described((8, 32), jnp.int32, "batch", "time")
 
-    def loss(x_BTD, experts, params, document_BT, bias_E):  # type: ignore[no-untyped-def]
-        y, stats = layer.apply({"params": params | experts}, x_BTD, document_BT, bias_E)
+    def loss(x_BTD, experts, params, document_BT, routing):  # type: ignore[no-untyped-def]
+        y, stats = layer.apply({"params": params | experts}, x_BTD, document_BT, routing)
         return jnp.sum(y.astype(jnp.float32) ** 2), stats
 
     gradient = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
-    args = (x_BTD, experts, params, document_BT, described((E,), jnp.float32))
+    routing = jax.tree.map(lambda x: described(x.shape, x.dtype), routing)
+    args = (x_BTD, experts, params, document_BT, routing)
     with jax.set_mesh(mesh):
         text = gradient.trace(*args).lower(lowering_platforms=("tpu",)).compile().as_text()
     found = aot.collectives(text)

@@ -111,8 +111,8 @@ def run(shards: int, transport: str, buffer: float = 0.0) -> Any:
     @jax.jit
     def values_and_gradients(experts_NA, *args):  # type: ignore[no-untyped-def]
         *args, dy_NR = args
-        y_NR, pull, dropped = jax.vjp(partial(f, experts_NA), *args, has_aux=True)
-        return (y_NR, *pull(dy_NR)), dropped
+        y_NR, pull, dropped_8 = jax.vjp(partial(f, experts_NA), *args, has_aux=True)
+        return (y_NR, *pull(dy_NR)), jnp.sum(dropped_8)
 
     def call(*args):  # type: ignore[no-untyped-def]
         with jax.set_mesh(mesh):

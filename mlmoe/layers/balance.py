@@ -1,0 +1,163 @@
+"""Balance of the experts: `update(bias, stats) -> bias`, once an optimizer step, never a gradient.
+
+    quantile       one exact step of score-margin balance          (arXiv 2607.24653, eq. 13-14)
+    quantile_sign  moves only loads outside their 0.1 and 0.9 quantiles, by `rate`
+    capacity       each expert's own score threshold; full experts pass tokens on (`capacity.py`)
+    sign           by `rate` against the sign of the load's error  (arXiv 2408.15664)
+    aux_loss       a loss term (`router.py`); the bias stays
+    none           the bias stays
+
+Statistics are those of the whole batch, pooled over micro-batches and devices: averages of each
+device's own quantiles would be biased where devices see different text.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mlmoe.config import MoEConfig
+from mlmoe.layers.router import RouterStats, Routing, bounds
+
+STARVED = 0.1  # of the mean load; an expert with less is starved
+
+
+def make_update(config: MoEConfig) -> Callable[[jax.Array, RouterStats], jax.Array]:
+    """The rule of `config.balance` for one layer: (bias [E], pooled stats) -> bias [E]."""
+    rules: dict[str, Callable[[jax.Array, RouterStats], jax.Array]] = {
+        "quantile": quantile,
+        "capacity": quantile,
+        "quantile_sign": functools.partial(quantile_sign, rate=config.balance_rate),
+        "sign": functools.partial(sign, rate=config.balance_rate),
+        "aux_loss": keep,
+        "none": keep,
+    }
+    return rules[config.balance]
+
+
+def first_routing(config: MoEConfig, layers: int) -> Routing:
+    """The routing before step 0: no bias, the first temperature, the capacity of training."""
+    capacity = config.capacity_factor if config.balance == "capacity" else jnp.inf
+    return Routing(
+        bias=jnp.zeros((layers, config.experts), jnp.float32),
+        temperature=jnp.full((layers,), config.temperature, jnp.float32),
+        capacity=jnp.full((layers,), capacity, jnp.float32),
+    )
+
+
+def next_routing(
+    config: MoEConfig, routing: Routing, stats: RouterStats, done: jax.Array
+) -> Routing:
+    """All layers' routing after a step; `done` is the share of the run that lies behind it.
+
+    The temperature goes from `temperature` to `temperature_final` in a straight line.
+    """
+    temperature = config.temperature + done * (config.temperature_final - config.temperature)
+    return routing._replace(
+        bias=jax.vmap(make_update(config))(routing.bias, stats),
+        temperature=jnp.full_like(routing.temperature, temperature),
+    )
+
+
+def quantile(bias_E: jax.Array, stats: RouterStats) -> jax.Array:
+    """One exact step of score-margin balance, to within a bin.
+
+    Token i takes expert j when b_j exceeds alpha_i - s_ij, so b_j = the (q+1)-th smallest of these
+    margins, q = N A / E, gives every expert its equal share. The common mean is removed. An
+    empty batch (no real token) leaves the bias as it was. With alpha = 0, as `capacity` counts,
+    b_j is minus the (1 - A / E) quantile of the expert's scores: its threshold.
+    """
+    E, B = stats.margin_EB.shape
+    low, high = bounds(bias_E)
+    # Tokens with a margin up to the bin's end. A scan of log depth: XLA:CPU's cumsum is quadratic.
+    below_EB = jax.lax.associative_scan(jnp.add, stats.margin_EB, axis=1)
+    taken = jnp.sum(stats.load_E) + stats.dropped  # N A
+    rank = taken.astype(jnp.float32) / E  # q; the wanted token is number q + 1
+    bin_E = jnp.sum(below_EB <= rank, axis=1)
+    before_E = jnp.where(
+        bin_E > 0, jnp.take_along_axis(below_EB, jnp.maximum(bin_E - 1, 0)[:, None], 1)[:, 0], 0
+    )
+    inside_E = jnp.take_along_axis(stats.margin_EB, jnp.minimum(bin_E, B - 1)[:, None], 1)[:, 0]
+    part_E = (rank - before_E + 0.5) / jnp.maximum(inside_E, 1)
+    new_E = low + (bin_E + jnp.clip(part_E, 0.0, 1.0)) * (high - low) / B
+    return jnp.where(taken > 0, new_E - jnp.mean(new_E), bias_E)
+
+
+def quantile_sign(bias_E: jax.Array, stats: RouterStats, rate: float) -> jax.Array:
+    """Cools experts above the 0.9 quantile of the loads by `rate`, warms those below the 0.1 one.
+
+    A sign rule with a dead zone: the middle four fifths of the experts are left alone.
+    """
+    load_E = stats.load_E.astype(jnp.float32)
+    low, high = jnp.quantile(load_E, 0.1), jnp.quantile(load_E, 0.9)
+    return bias_E + rate * ((load_E < low).astype(jnp.float32) - (load_E > high))
+
+
+def sign(bias_E: jax.Array, stats: RouterStats, rate: float) -> jax.Array:
+    """b += rate * sign(mean load - load)."""
+    load_E = stats.load_E.astype(jnp.float32)
+    return bias_E + rate * jnp.sign(jnp.mean(load_E) - load_E)
+
+
+def keep(bias_E: jax.Array, stats: RouterStats) -> jax.Array:
+    """The bias stays."""
+    del stats
+    return bias_E
+
+
+class BalanceReport(NamedTuple):
+    """How the experts of each layer are used: arrays [L]."""
+
+    max_vio: jax.Array  # max load / mean load - 1: 0 is perfect, E / A - 1 the worst
+    max_min: jax.Array  # max load / min load, the latter at least 1
+    share_variance: jax.Array  # of load / mean load over the experts
+    dead: jax.Array  # experts without a token in this step
+    starved: jax.Array  # experts with less than a tenth of the mean load
+    rerouted: jax.Array  # choices that a full expert passed on
+    dropped: jax.Array  # choices that no expert took
+    jitter: jax.Array  # share of the load that moved to other experts since the step before
+    bias_spread: jax.Array  # max bias - min bias
+    temperature: jax.Array
+    logit_width: jax.Array  # standard deviation of the router's logits, at temperature 1
+
+
+def report(stats: RouterStats, routing: Routing, load_before_LE: jax.Array) -> BalanceReport:
+    """The report of pooled statistics [L, ...] and the routing they were made with."""
+    load_LE = stats.load_E.astype(jnp.float32)
+    mean_L1 = jnp.maximum(jnp.mean(load_LE, -1, keepdims=True), 1e-20)
+    share_LE = load_LE / mean_L1
+    before_LE = load_before_LE / jnp.maximum(jnp.sum(load_before_LE, -1, keepdims=True), 1)
+    moved_LE = jnp.abs(load_LE / jnp.maximum(jnp.sum(load_LE, -1, keepdims=True), 1) - before_LE)
+    number, total, squares = jnp.moveaxis(stats.logits, -1, 0)
+    number = jnp.maximum(number, 1.0)
+    width = jnp.sqrt(jnp.maximum(squares / number - (total / number) ** 2, 0.0))
+    return BalanceReport(
+        max_vio=max_violation(stats.load_E),
+        max_min=jnp.max(load_LE, -1) / jnp.maximum(jnp.min(load_LE, -1), 1.0),
+        share_variance=jnp.var(share_LE, axis=-1),
+        dead=jnp.sum(stats.load_E == 0, -1),
+        starved=jnp.sum(share_LE < STARVED, -1),
+        rerouted=stats.rerouted,
+        dropped=stats.dropped,
+        jitter=0.5 * jnp.sum(moved_LE, -1),
+        bias_spread=jnp.max(routing.bias, -1) - jnp.min(routing.bias, -1),
+        temperature=routing.temperature,
+        logit_width=width * routing.temperature,
+    )
+
+
+def starvation_advice(logit_width: float, temperature: float) -> str:
+    """What to do about starved experts: logits that are wide for their temperature saturate the
+    sigmoid, so scores near 0 and 1 hardly move and many are equal; narrow ones all look alike."""
+    found = f"its router's logits are {logit_width:.2g} wide at temperature {temperature:.2g}"
+    if 0.5 <= logit_width / temperature <= 2.0:
+        return f"{found}, so their scores do not saturate: another temperature will not help"
+    return f"{found}: --config.model.moe.temperature={logit_width:.2g} would help"
+
+
+def max_violation(load_E: jax.Array) -> jax.Array:
+    """MaxVio = max load / mean load - 1; 0 is perfect balance, E / A - 1 the worst."""
+    mean = jnp.maximum(jnp.mean(load_E.astype(jnp.float32), axis=-1), 1e-20)
+    return jnp.max(load_E, axis=-1) / mean - 1.0

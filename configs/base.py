@@ -25,10 +25,17 @@ def get_config() -> ConfigDict:
     c.keep = 3  # newest checkpoints kept
     c.final_eval_bytes = 16 << 20  # the same for the evaluation at the end
     c.sample_tokens = 200  # tokens of the text sample at the end; 0 for none
+    c.mesh = mesh()
     c.model = model()
     c.data = data()
     c.optim = optim()
     return c
+
+
+def mesh() -> ConfigDict:
+    m = ConfigDict()
+    m.expert = 1  # devices that share one copy of the routed experts; divides model.moe.experts
+    return m
 
 
 def model() -> ConfigDict:
@@ -82,6 +89,8 @@ def model() -> ConfigDict:
     e.aux_weight = 1e-2  # aux_loss: weight of the loss term
     e.capacity_factor = 1.0  # capacity: most tokens of an expert, over the mean; at least 1
     e.reroutes = 8  # capacity: rounds in which tokens that were refused ask the next-best expert
+    e.transport = "auto"  # of tokens, mesh.expert > 1: ragged or gather; auto: ragged on a TPU
+    e.buffer = 0.0  # ragged: room for this many times a shard's mean load, >= 1; 0 for any load
 
     m.residual = r = ConfigDict()
     r.kind = "block"  # none, window (projections of earlier mixers) or block (softmax over depth)

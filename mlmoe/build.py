@@ -13,7 +13,7 @@ from mlmoe.data.batch import Batch
 from mlmoe.evaluate import make_eval_step
 from mlmoe.layers.router import Routing
 from mlmoe.model import Model, make_model
-from mlmoe.sharding import sharding
+from mlmoe.sharding import sharding, tree_specs
 from mlmoe.step import TrainState, init_state, make_train_step
 
 
@@ -43,17 +43,25 @@ def make_program(config: TrainConfig) -> Program:
 def abstract_state(program: Program, mesh: jax.sharding.Mesh) -> TrainState:
     """Shapes, dtypes and shardings of the train state; costs no memory.
 
+    Parameters lie as their logical axes say, and what the optimizer keeps of one lies as it does.
     Call it outside `jax.set_mesh`: init traces a single row, which no mesh can split.
     """
-    whole = sharding(mesh)
+    state = jax.eval_shape(program.init)
     return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
-        jax.eval_shape(program.init),
+        lambda x, s: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh, s)
+        ),
+        state,
+        tree_specs(state, program.model.axes),
     )
 
 
+def _shardings(state: TrainState) -> TrainState:
+    return jax.tree.map(lambda x: x.sharding, state)
+
+
 def abstract_batch(config: TrainConfig, mesh: jax.sharding.Mesh) -> Batch:
-    """The global batch: `config.batch` rows of `config.context` tokens, split over `data`."""
+    """The global batch: `config.batch` rows of `config.context` tokens, split over all devices."""
     rows = sharding(mesh, "batch", "time")
     shape = (config.batch, config.context)
     kinds = {name: jnp.int32 for name in Batch._fields} | {"weights_BT": jnp.float32}
@@ -83,9 +91,9 @@ def compiler_options() -> dict[str, str | bool] | None:
 
 def compile_train(config: TrainConfig, program: Program, mesh: jax.sharding.Mesh) -> Any:
     """The executable train step; it reuses the memory of the state it is given."""
-    whole = sharding(mesh)
-    step = jax.jit(program.train_step, donate_argnums=0, out_shardings=(whole, whole))
     state, batch = abstract_state(program, mesh), abstract_batch(config, mesh)
+    where = (_shardings(state), sharding(mesh))
+    step = jax.jit(program.train_step, donate_argnums=0, out_shardings=where)
     with jax.set_mesh(mesh):
         return step.lower(state, batch).compile(compiler_options())
 
@@ -101,5 +109,5 @@ def compile_eval(config: TrainConfig, program: Program, mesh: jax.sharding.Mesh)
 
 def first_state(program: Program, mesh: jax.sharding.Mesh) -> TrainState:
     """The state before step 0, made where it will live."""
-    init = jax.jit(program.init, out_shardings=sharding(mesh))
+    init = jax.jit(program.init, out_shardings=_shardings(abstract_state(program, mesh)))
     return init.lower().compile(compiler_options())()

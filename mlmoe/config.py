@@ -113,11 +113,19 @@ class MoEConfig:
     aux_weight: float
     capacity_factor: float
     reroutes: int
+    transport: str
+    buffer: float
 
     def __post_init__(self) -> None:
         p = "model.moe"
         one_of(f"{p}.activation", self.activation, ("capped", "four", "swiglu"))
         one_of(f"{p}.balance", self.balance, BALANCE)
+        one_of(f"{p}.transport", self.transport, ("auto", "ragged", "gather"))
+        require(
+            self.buffer == 0 or self.buffer >= 1,
+            f"{p}.buffer={self.buffer}: must be 0 (room for every token) or at least 1, the share "
+            "of a shard under perfect balance",
+        )
         names = ("dense_hidden", "experts", "active", "latent", "hidden", "shared_hidden")
         positive(p, self, *names, "temperature", "temperature_final", "balance_rate")
         require(self.aux_weight >= 0, f"{p}.aux_weight={self.aux_weight}: must be >= 0")
@@ -231,6 +239,16 @@ class OptimConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """How the devices are laid out; the rest of them go to the data axis."""
+
+    expert: int
+
+    def __post_init__(self) -> None:
+        positive("mesh", self, "expert")
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """One run. Built by `from_dict`; hashable, so it can be a static argument of jit."""
 
@@ -249,6 +267,7 @@ class TrainConfig:
     keep: int
     final_eval_bytes: int
     sample_tokens: int
+    mesh: MeshConfig
     model: ModelConfig
     data: DataConfig
     optim: OptimConfig
@@ -271,6 +290,13 @@ class TrainConfig:
             f"batch={self.batch} rows cannot be cut into accumulate={self.accumulate} equal "
             f"micro-batches; nearest batch: {nearest_multiple(self.batch, self.accumulate)}",
         )
+        experts, shards = self.model.moe.experts, self.mesh.expert
+        require(
+            experts % shards == 0,
+            f"mesh.expert={shards} does not divide model.moe.experts={experts}; nearest: "
+            f"{nearest_divisors(experts, shards)}, or "
+            f"--config.model.moe.experts={nearest_multiple(experts, shards)}",
+        )
 
 
 def nearest_multiple(value: int, of: int) -> int:
@@ -278,8 +304,29 @@ def nearest_multiple(value: int, of: int) -> int:
     return max(of, round(value / of) * of)
 
 
-def check_devices(config: TrainConfig, devices: int) -> None:
-    """Every micro-batch is split evenly over the devices; says the nearest batch that is."""
+def nearest_divisors(of: int, value: int) -> str:
+    """The divisors of `of` around `value`, as words: "4 or 8"."""
+    divisors = [d for d in range(1, of + 1) if of % d == 0]
+    below = [d for d in divisors if d <= value][-1:]
+    return " or ".join(map(str, below + [d for d in divisors if d > value][:1]))
+
+
+def check_devices(config: TrainConfig, devices: int, platform: str) -> None:
+    """The devices form the mesh, have its transport, and split every micro-batch evenly.
+
+    Raises:
+      UserError: they do not; names the nearest mesh or batch that does.
+    """
+    require(
+        devices % config.mesh.expert == 0,
+        f"{devices} devices cannot be cut into groups of mesh.expert={config.mesh.expert}; "
+        f"nearest: {nearest_divisors(devices, config.mesh.expert)}",
+    )
+    require(
+        platform != "cpu" or config.mesh.expert == 1 or config.model.moe.transport != "ragged",
+        "model.moe.transport='ragged': XLA has no ragged-all-to-all for CPUs; use 'gather' or "
+        "'auto'",
+    )
     whole = config.accumulate * devices
     require(
         config.batch % whole == 0,

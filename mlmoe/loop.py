@@ -47,6 +47,7 @@ from mlmoe.workdir import Workdir
 MAY_CHANGE = {
     *("workdir", "steps", "log_every", "eval_every", "eval_bytes", "final_eval_bytes"),
     *("save_every", "keep", "sample_tokens", "data.path", "data.prefetch", "data.on_bad"),
+    *("mesh.expert", "model.moe.transport"),
 }
 
 
@@ -56,7 +57,7 @@ class Run:
     def __init__(self, config: TrainConfig, checkpoints: Checkpoints, stop: StopSignal):
         self.config, self.checkpoints, self.stop = config, checkpoints, stop
         self.workdir = Path(config.workdir).expanduser()
-        self.mesh = make_mesh()
+        self.mesh = make_mesh(expert=config.mesh.expert)
         self.tokenizer = make_tokenizer(config.data.tokenizer)
         check_vocab(self.tokenizer, config.model.vocab)
         self.corpus = open_corpus(config.data, self.tokenizer)
@@ -125,7 +126,7 @@ def train(config: TrainConfig) -> None:
     Raises:
       UserError: bad input, the workdir of another run, or too many bad steps in a row.
     """
-    check_devices(config, jax.device_count())
+    check_devices(config, jax.device_count(), jax.default_backend())
     owner = Workdir(config.workdir) if jax.process_index() == 0 else contextlib.nullcontext()
     path = Path(config.workdir).expanduser()
     with owner, StopSignal() as stop, Checkpoints(path, keep=config.keep) as checkpoints:

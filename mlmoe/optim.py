@@ -15,6 +15,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
 from mlmoe.config import OptimConfig
+from mlmoe.sharding import per_part
 
 MATRIX_AXES = {"embed", "rank", "key", "value", "latent", "hidden"}
 
@@ -59,7 +60,8 @@ def make(config: OptimConfig, axes: Any) -> optax.GradientTransformation:
         )
     # Added here and not by optax.muon, which decays everything that Adam updates, norms included.
     decay = optax.add_decayed_weights(-lr * config.weight_decay, _map_axes(decays, axes))
-    return optax.chain(base, decay)
+    tx = optax.chain(base, decay)
+    return optax.GradientTransformation(tx.init, per_part(tx.update, axes))
 
 
 def schedule(config: OptimConfig, steps: int, step: jax.Array) -> jax.Array:

@@ -4,7 +4,9 @@ It proves that a program lowers and fits, and shows how it is scheduled. It says
 numbers, and about time only what a schedule says (see schedule.py).
 """
 
+import math
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +36,38 @@ CHIPS = {
 }
 
 
+class Collective(NamedTuple):
+    """One array that a collective of a compiled program makes on each chip."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    line: str  # of the program: replica groups and so on
+
+    @property
+    def bytes(self) -> int:
+        """Without the padding of tiles."""
+        bits = int(re.sub(r"\D*(\d+).*", r"\1", self.dtype)) if self.dtype != "pred" else 8
+        return math.prod(self.shape) * bits // 8
+
+
+_COLLECTIVE = re.compile(
+    r" = (.*?) (ragged-all-to-all|all-to-all|all-gather|all-reduce|reduce-scatter"
+    r"|collective-permute)(-done)?\("
+)
+
+
+def collectives(text: str) -> list[Collective]:
+    """Those in a program's text (`compiled.as_text()`), in its order; one per result array."""
+    found = []
+    for line in text.splitlines():
+        if hit := _COLLECTIVE.search(line):
+            for dtype, dims in re.findall(r"([a-z]+\d*)\[([\d,]*)\]", hit[1]):
+                shape = tuple(int(d) for d in dims.split(",") if d)
+                found.append(Collective(hit[2], dtype, shape, line.strip()))
+    return found
+
+
 class MissingCompiler(RuntimeError):
     """libtpu is not installed."""
 
@@ -53,8 +87,8 @@ def prepare(dump: Path | None = None) -> None:
         os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}".strip()
 
 
-def mesh(chip: str) -> Mesh:
-    """One described chip of that kind, as a mesh.
+def devices(chip: str, topology: str | None = None) -> list[jax.Device]:
+    """Described chips: those of the smallest slice, or of a topology such as `v5p:4x4x4`.
 
     Raises:
       ValueError: no such chip.
@@ -69,8 +103,13 @@ def mesh(chip: str) -> Mesh:
             "the TPU compiler is not installed: pip install 'mlmoe[plan]' (Linux only)"
         ) from e
     prepare()
-    found = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip].topology)
-    return Mesh(found.devices[:1], ("data",), axis_types=(AxisType.Auto,))
+    name = topology or CHIPS[chip].topology
+    return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
+
+
+def mesh(chip: str) -> Mesh:
+    """One described chip of that kind, as a mesh. Raises what `devices` does."""
+    return Mesh(devices(chip)[:1], ("data",), axis_types=(AxisType.Auto,))
 
 
 def compile_for(chip: str, f: Callable[..., Any], *args: Any) -> Any:

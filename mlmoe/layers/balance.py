@@ -38,12 +38,14 @@ def make_update(config: MoEConfig) -> Callable[[jax.Array, RouterStats], jax.Arr
 
 
 def first_routing(config: MoEConfig, layers: int) -> Routing:
-    """The routing before step 0: no bias, the first temperature, the capacity of training."""
-    capacity = config.capacity_factor if config.balance == "capacity" else jnp.inf
+    """The routing before step 0: no bias, the first temperature, the capacity of training.
+
+    Only the rule `capacity` reads the latter; it is finite always, as is all that is checkpointed.
+    """
     return Routing(
         bias=jnp.zeros((layers, config.experts), jnp.float32),
         temperature=jnp.full((layers,), config.temperature, jnp.float32),
-        capacity=jnp.full((layers,), capacity, jnp.float32),
+        capacity=jnp.full((layers,), config.capacity_factor, jnp.float32),
     )
 
 

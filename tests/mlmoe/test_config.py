@@ -41,6 +41,11 @@ def test_every_named_config_is_valid(name: str) -> None:
         ({"model__layout": "DX"}, "unknown letter 'X'"),
         ({"model__layout": "DLD"}, "set --config.model.layers=3"),
         ({"model__moe__active": 16}, "must be below model.moe.experts=16"),
+        ({"model__moe__transport": "ring"}, "choose one of .auto., .ragged., .gather."),
+        ({"model__moe__buffer": 0.5}, r"moe.buffer=0.5: must be 0 .* or at least 1"),
+        ({"mesh__expert": 0}, "mesh.expert=0: must be greater than 0"),
+        ({"mesh__expert": 5}, r"mesh.expert=5 does not divide .*experts=16; nearest: 4 or 8, or"),
+        ({"mesh__expert": 32}, r"nearest: 16, or --config.model.moe.experts=32"),
         ({"model__incremental__g_min": -6.0}, r"must be in \[-5, 0\)"),
         ({"model__incremental__memory_max": 1.0}, "memory_min"),
         ({"model__attention__rope_dim": 7}, "nearest: 6 or 8"),
@@ -67,9 +72,21 @@ def test_an_int_serves_as_a_float() -> None:
 
 
 def test_batch_must_split_over_devices() -> None:
-    check_devices(build(batch=16), 8)
+    check_devices(build(batch=16), 8, "cpu")
     with pytest.raises(UserError, match=re.escape("nearest: --config.batch=16")):
-        check_devices(build(batch=12), 8)
+        check_devices(build(batch=12), 8, "cpu")
+
+
+def test_devices_must_form_the_mesh() -> None:
+    check_devices(build(mesh__expert=4), 8, "cpu")
+    with pytest.raises(UserError, match=r"8 devices .* of mesh.expert=16; nearest: 8$"):
+        check_devices(build(mesh__expert=16), 8, "cpu")
+    with pytest.raises(UserError, match=r"6 devices .* of mesh.expert=4; nearest: 3 or 6$"):
+        check_devices(build(mesh__expert=4), 6, "cpu")
+    ragged = build(mesh__expert=4, model__moe__transport="ragged")
+    check_devices(ragged, 8, "tpu")
+    with pytest.raises(UserError, match="no ragged-all-to-all for CPUs; use 'gather' or 'auto'"):
+        check_devices(ragged, 8, "cpu")
 
 
 def test_presets() -> None:

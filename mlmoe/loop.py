@@ -35,7 +35,7 @@ from mlmoe.data.sources import open_corpus
 from mlmoe.data.tokenizers import check_vocab, make_tokenizer
 from mlmoe.errors import UserError
 from mlmoe.evaluate import evaluate
-from mlmoe.layers.balance import starvation_advice
+from mlmoe.layers.balance import Starvation
 from mlmoe.metrics import MetricsLog, Progress, Values, to_host
 from mlmoe.report import final_report, read_summary
 from mlmoe.sharding import make_mesh
@@ -213,7 +213,7 @@ class StepReader:
         self.config, self.workdir = run.config, run.workdir
         self.log, self.progress, self.bytes_per_token = log, progress, bytes_per_token
         self.pending: tuple[int, Metrics, Batch] | None = None
-        self.starved = 0.0  # experts of the worst layer, when it was last said
+        self.starvation = Starvation(run.config.model.moe.experts)
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -238,24 +238,10 @@ class StepReader:
             self.log.write("train", step, values)
             self.restart_clock()
         self.progress.step(step, values, due)
-        if due:
-            self.watch_starvation(step, values)
+        if due and (text := self.starvation.look(values)):
+            self.progress.say(f"step {step}: {text}")
         if values["bad_in_a_row"]:
             self.bad_step(step, values, batch)
-
-    def watch_starvation(self, step: int, values: Values) -> None:
-        """Says so once when a twentieth of a layer's experts starve, and again when more do."""
-        experts = self.config.model.moe.experts
-        starved = values.get("layer_starved", [])
-        if not starved or max(starved) <= max(experts / 20, 1.5 * self.starved):
-            return
-        i = int(np.argmax(starved))
-        self.starved = starved[i]
-        advice = starvation_advice(values["layer_logit_width"][i], values["layer_temperature"][i])
-        self.progress.say(
-            f"step {step}: MoE layer {i}: {starved[i]:.0f} of {experts} experts starve (less than "
-            f"a tenth of the mean load); {advice}"
-        )
 
     def bad_step(self, step: int, values: Values, batch: Batch) -> None:
         bad, limit = int(values["bad_in_a_row"]), self.config.optim.max_bad_steps

@@ -2,6 +2,7 @@
 
     python -m experiments.ablate hybrid_vs_dense   the architecture and a dense GPT, at equal time
     python -m experiments.ablate balance           strategies of expert balance, side by side
+    python -m experiments.ablate balance_cost      what the balance takes of a step, here and on v5p
     python -m experiments.ablate activation        SiTU-GLU and swiglu at equal parameters
     python -m experiments.ablate latent            the experts' width: D, D/2, D/4 at equal FLOPs
     python -m experiments.ablate step_time         the tiny step, split into its parts
@@ -15,7 +16,7 @@ import json
 import sys
 from pathlib import Path
 
-from experiments.ablate import activation, balance, hybrid_vs_dense, latent
+from experiments.ablate import activation, balance, balance_cost, hybrid_vs_dense, latent
 from mlmoe.errors import UserError
 
 
@@ -30,6 +31,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     compare.add_argument("--seeds", type=int, default=3)
     compare.add_argument("--seconds", type=float, default=180.0, help="of training, an arm")
     balance.arguments(studies.add_parser("balance", help="strategies of expert balance"))
+    studies.add_parser("balance_cost", help="what the balance takes of a step")
     for name, text in (("activation", "SiTU-GLU and swiglu"), ("latent", "the experts' width")):
         study = studies.add_parser(name, help=text)
         study.add_argument("--seeds", type=int, default=3)
@@ -52,6 +54,8 @@ def main(argv: list[str]) -> int:
                 hybrid_vs_dense.study(args.seeds, args.seconds)
             case "balance":
                 balance.study(args.seeds, args.steps, args.experts, args.strategies, args.out)
+            case "balance_cost":
+                balance_cost.study()
             case "activation":
                 activation.study(args.seeds, args.steps, args.out)
             case "latent":

@@ -12,8 +12,8 @@ device's own quantiles would be biased where devices see different text.
 """
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -148,6 +148,26 @@ def report(stats: RouterStats, routing: Routing, load_before_LE: jax.Array) -> B
         temperature=routing.temperature,
         logit_width=width * routing.temperature,
     )
+
+
+class Starvation:
+    """Notices when a twentieth of a layer's experts starve, and again when half as many more do."""
+
+    def __init__(self, experts: int):
+        self.experts, self.said = experts, 0.0
+
+    def look(self, values: Mapping[str, Any]) -> str:
+        """What to say about the worst layer, from a step's metrics by name; mostly nothing."""
+        starved = values.get("layer_starved", [])
+        if not starved or max(starved) <= max(self.experts / 20, 1.5 * self.said):
+            return ""
+        self.said = max(starved)
+        i = starved.index(self.said)
+        advice = starvation_advice(values["layer_logit_width"][i], values["layer_temperature"][i])
+        return (
+            f"MoE layer {i}: {self.said:.0f} of {self.experts} experts starve (less than a tenth "
+            f"of the mean load); {advice}"
+        )
 
 
 def starvation_advice(logit_width: float, temperature: float) -> str:

@@ -1,5 +1,6 @@
 """The step: accumulation, devices, skipped steps, and that it learns."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -11,8 +12,10 @@ import configs
 from mlmoe.build import abstract_state, compile_train, first_state, make_program, put
 from mlmoe.config import TrainConfig, from_dict
 from mlmoe.data.batch import Batch
+from mlmoe.layers.router import BINS
 from mlmoe.sharding import make_mesh
 from mlmoe.step import TrainState
+from pallas_kernels.aot import collectives
 from tests.mlmoe.test_model import batch, close, small
 
 
@@ -59,6 +62,16 @@ def test_micro_batches_and_devices_change_nothing(
     close(state.routing.bias, reference[0].routing.bias, 1e-5)
     # Muon's Newton-Schulz makes small gradients into full-size updates: rounding grows with it.
     close(state.params, reference[0].params, 2e-3)
+
+
+def test_statistics_cross_devices_in_one_collective_a_step() -> None:
+    """Two MoE layers, two micro-batches: one sum over devices of all histograms, not four."""
+    config = run_config(accumulate=2)
+    moe = dataclasses.replace(config.model.moe, dense_layers=0)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, moe=moe))
+    text = compile_train(config, make_program(config), make_mesh()).as_text()
+    counts = [c for c in collectives(text) if c.dtype == "s32" and BINS in c.shape]
+    assert [c.shape for c in counts] == [(2, moe.experts, BINS)]
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])

@@ -108,6 +108,21 @@ def test_starvation_names_the_temperature_that_would_help() -> None:
     assert "will not help" in balance.starvation_advice(1.1, 1.0)
 
 
+def test_starvation_is_said_once_and_again_when_it_grows() -> None:
+    watch = balance.Starvation(experts=100)
+    found = []
+    for starved in (0.0, 5.0, 8.0, 9.0, 13.0):
+        values = {
+            "layer_starved": [0.0, starved],
+            "layer_logit_width": [1.0, 6.0],
+            "layer_temperature": [1.0, 1.0],
+        }
+        found.append(watch.look(values))
+    assert [bool(text) for text in found] == [False, False, True, False, True]
+    assert "layer 1: 8 of 100" in found[2] and "temperature=6" in found[2]
+    assert balance.Starvation(100).look({"loss": 1.0}) == ""  # no experts in the model
+
+
 def test_a_learned_temperature_is_a_parameter_with_a_gradient() -> None:
     from tests.mlmoe.layers.test_latent_moe import reference_layer
 

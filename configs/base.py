@@ -87,7 +87,7 @@ def model() -> ConfigDict:
     e.balance = "quantile"  # quantile, quantile_sign, capacity, sign, aux_loss or none
     e.balance_rate = 1e-3  # quantile_sign, sign: what a bias moves by a step
     e.aux_weight = 1e-2  # aux_loss: weight of the loss term
-    e.capacity_factor = 1.0  # capacity: most tokens of an expert, over the mean; at least 1
+    e.capacity_factor = 1.0  # capacity: most tokens of an expert on a device, over the mean; >= 1
     e.reroutes = 8  # capacity: rounds in which tokens that were refused ask the next-best expert
     e.transport = "auto"  # of tokens, mesh.expert > 1: ragged or gather; auto: ragged on a TPU
     e.buffer = 0.0  # ragged: room for this many times a shard's mean load, >= 1; 0 for any load

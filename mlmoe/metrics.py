@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from mlmoe.errors import UserError
 
-COLUMNS = ("loss", "bits_per_byte", "tokens_per_s", "grad_norm", "lr", "max_vio")
+COLUMNS = ("loss", "bits_per_byte", "tokens_per_s", "grad_norm", "lr", "max_vio", "dead_experts")
 
 
 Values = dict[str, Any]  # by name: a number, or one for each MoE layer
@@ -144,7 +144,8 @@ class Progress:
             self._bar.update(step - self._bar.n)
             self._bar.set_postfix_str(
                 f"loss {values['loss']:.3f} bpb {values['bits_per_byte']:.3f} "
-                f"{values['tokens_per_s']:.0f} tok/s vio {values['max_vio']:.2f}"
+                f"{values['tokens_per_s']:.0f} tok/s vio {values['max_vio']:.2f} "
+                f"dead {values['dead_experts']:.0f}"
             )
         elif log:
             cells = [f"step {step:>6}/{self._steps}"]

@@ -81,10 +81,9 @@ def study() -> None:
     layer_ms = 1e3 * 6 * active * TOKENS / aot.CHIPS["v5p"].peak_flops
     v5p = on_v5p(config.moe)
     more = v5p["quantile"] - v5p["none"]
+    print(f"a layer of 2p8t on v5p, {TOKENS:,} tokens: {layer_ms:.0f} ms for its products at peak;")
     print(
-        f"a layer of 2p8t on v5p, {TOKENS:,} tokens: its products take {layer_ms:.0f} ms at peak,"
-    )
-    print(
-        f"routing {v5p['none']:.2f} ms and the balance {more:.2f} more by XLA's estimate:", end=""
+        f"XLA's estimate: {v5p['none']:.2f} ms for routing, {more:.2f} more for the balance:",
+        end="",
     )
     print(f" {100 * more / layer_ms:.2f} %")

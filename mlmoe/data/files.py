@@ -25,14 +25,14 @@ def find_files(path: str, suffixes: tuple[str, ...]) -> tuple[Path, list[str]]:
         return Path(full).parent, [os.path.basename(full)]
     if os.path.isdir(full):
         root = Path(full)
-        names = [p.relative_to(root) for p in root.rglob("*") if p.is_file()]
+        names = [p.relative_to(root) for p in root.rglob("*") if _is_file(p)]
         visible = [n for n in names if not any(part.startswith(".") for part in n.parts)]
         found = sorted(n.as_posix() for n in visible if n.name.endswith(suffixes))
     elif glob.has_magic(full):
         plain = [part for part in Path(full).parts]
         magic = next(i for i, part in enumerate(plain) if glob.has_magic(part))
         root = Path(*plain[:magic])
-        hits = [p for p in glob.glob(full, recursive=True) if os.path.isfile(p)]
+        hits = [p for p in glob.glob(full, recursive=True) if _is_file(Path(p))]
         found = sorted(Path(p).relative_to(root).as_posix() for p in hits)
     else:
         raise UserError(f"data.path={path!r} does not exist (working folder: {os.getcwd()})")
@@ -40,6 +40,13 @@ def find_files(path: str, suffixes: tuple[str, ...]) -> tuple[Path, list[str]]:
         wanted = f" that ends in {' or '.join(suffixes)}" if suffixes != ("",) else ""
         raise UserError(f"data.path={path!r} holds no file{wanted}")
     return root, found
+
+
+def _is_file(path: Path) -> bool:
+    """Raises UserError at a link to nothing: leaving it out would lose a document unsaid."""
+    if path.is_symlink() and not path.exists():
+        raise UserError(f"{path} is a link to {path.readlink()}, which does not exist; remove it")
+    return path.is_file()
 
 
 class TextFiles:

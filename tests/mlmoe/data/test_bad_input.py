@@ -125,6 +125,14 @@ def test_empty_parquet_and_array_record_files(make_config, tmp_path):
             open_corpus(config, make_tokenizer("bytes"))
 
 
+@pytest.mark.parametrize("glob", ["", "/*.txt"])
+def test_a_link_to_nothing_is_named(make_config, tmp_path, glob):
+    (tmp_path / "good.txt").write_text("good")
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "elsewhere.txt")
+    with pytest.raises(UserError, match=r"gone.txt is a link to .*elsewhere.txt, which does not"):
+        open_corpus(make_config(source="files", path=f"{tmp_path}{glob}"), make_tokenizer("bytes"))
+
+
 def test_missing_paths_and_packages(make_config, tmp_path, monkeypatch):
     def opening(source, path):
         with pytest.raises(UserError) as raised:

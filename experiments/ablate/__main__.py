@@ -16,7 +16,7 @@ import json
 import sys
 from pathlib import Path
 
-from experiments.ablate import activation, balance, balance_cost, hybrid_vs_dense, latent
+from experiments.ablate import activation, balance, balance_cost, hybrid_vs_dense, latent, step_time
 from mlmoe.errors import UserError
 
 
@@ -61,9 +61,7 @@ def main(argv: list[str]) -> int:
             case "latent":
                 latent.study(args.seeds, args.steps, args.out)
             case "step_time":
-                from experiments.ablate.step_time import step_time
-
-                step_time()
+                step_time.study()
             case "arm":
                 print(json.dumps(hybrid_vs_dense.run_arm(args.name, args.seed, args.seconds)))
     except UserError as e:

@@ -13,8 +13,8 @@ from mlmoe.data.pipeline import train_batches
 from mlmoe.step import loss_sums
 
 
-def step_time(repeats: int = 30) -> None:
-    """Prints the time of the tiny step and of its parts, in milliseconds.
+def step_milliseconds(repeats: int = 30) -> dict[str, float]:
+    """Median milliseconds of the tiny step and of its parts.
 
     Each is a program of its own, so that forward, backward and optimizer do not add up to the step
     to the last millisecond: what XLA fuses across them in the step is apart here.
@@ -49,6 +49,12 @@ def step_time(repeats: int = 30) -> None:
             times[name] = _median(lambda run=run: jax.block_until_ready(run(state, batch)), repeats)
     times["host"] = _median(lambda: jax.block_until_ready(put(next(batches), mesh)), repeats)
     batches.close()  # type: ignore[attr-defined]
+    return times
+
+
+def study() -> None:
+    """Prints them."""
+    times = step_milliseconds()
     print(f"forward    {times['forward']:7.1f} ms")
     print(f"backward   {times['gradient'] - times['forward']:7.1f} ms (gradient less forward)")
     print(f"optimizer  {times['update']:7.1f} ms")

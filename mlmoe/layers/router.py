@@ -68,7 +68,9 @@ def route(
         )
         alpha_N = jnp.zeros_like(live_N, jnp.float32)
     else:
-        top_NA, experts_NA = jax.lax.top_k(choice_BTE.reshape(-1, E), A + 1)
+        top = jax.lax.top_k(choice_BTE.reshape(-1, E), A + 1)
+        # Where it can see that only a column is used, XLA:CPU sorts whole rows: 1.7 ms, not 0.15.
+        top_NA, experts_NA = jax.lax.optimization_barrier(top)
         alpha_N, experts_NA = top_NA[:, A], experts_NA[:, :A]
         experts_NA = jnp.where(live_N[:, None], experts_NA, -1)
         rerouted, dropped = zero, zero

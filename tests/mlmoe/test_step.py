@@ -1,6 +1,7 @@
 """The step: accumulation, devices, skipped steps, and that it learns."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import configs
+from mlmoe import build
 from mlmoe.build import abstract_state, compile_train, first_state, make_program, put
 from mlmoe.config import TrainConfig, from_dict
 from mlmoe.data.batch import Batch
@@ -46,6 +48,14 @@ def one_step(config: TrainConfig, devices: int, data: Batch) -> tuple[TrainState
     train_step = compile_train(config, program, mesh)
     state = first_state(program, mesh)
     return train_step(state, put(data, mesh))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compiles() -> Iterator[None]:
+    """LLVM as little as tests/conftest.py asks for: half the compile time of a run's options."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "compiler_options", lambda: None)
+        yield
 
 
 @pytest.fixture(scope="module")

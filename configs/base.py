@@ -82,12 +82,14 @@ def model() -> ConfigDict:
     e.hidden = 3072  # of one routed expert
     e.shared_hidden = 6144  # of the shared experts together, at full width
     e.temperature = 1.0  # of the router's sigmoid, at the start
-    e.temperature_final = 1.0  # at the end of the run; in between on a straight line
+    e.temperature_final = 0.0  # at the end, reached on a straight line; 0: stays as it is
     e.temperature_learned = False  # a factor on it that each layer learns
     e.balance = "quantile"  # quantile, quantile_sign, capacity, sign, aux_loss or none
     e.balance_rate = 1e-3  # quantile_sign, sign: what a bias moves by a step
     e.aux_weight = 1e-2  # aux_loss: weight of the loss term
-    e.capacity_factor = 1.0  # capacity: most tokens of an expert on a device, over the mean; >= 1
+    e.capacity_factor = (
+        1.0  # capacity: most of an expert in a micro-batch of a device, over the mean; >= 1
+    )
     e.reroutes = 8  # capacity: rounds in which tokens that were refused ask the next-best expert
     e.transport = "auto"  # of tokens, mesh.expert > 1: ragged or gather; auto: ragged on a TPU
     e.buffer = 0.0  # ragged: room for this many times a shard's mean load, >= 1; 0 for any load

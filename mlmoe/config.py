@@ -127,7 +127,11 @@ class MoEConfig:
             "of a shard under perfect balance",
         )
         names = ("dense_hidden", "experts", "active", "latent", "hidden", "shared_hidden")
-        positive(p, self, *names, "temperature", "temperature_final", "balance_rate")
+        positive(p, self, *names, "temperature", "balance_rate")
+        require(
+            self.temperature_final >= 0,
+            f"{p}.temperature_final={self.temperature_final}: must be above 0, or 0 for constant",
+        )
         require(self.aux_weight >= 0, f"{p}.aux_weight={self.aux_weight}: must be >= 0")
         require(
             self.capacity_factor >= 1,

@@ -39,6 +39,7 @@ def _channel(c: ModelConfig, dense: bool) -> Parameters:
         return Parameters(*2 * (P * D * m.dense_hidden,))
     expert = P * m.latent * m.hidden
     around = D * m.experts + 2 * D * m.latent + m.latent + P * D * m.shared_hidden
+    around += m.temperature_learned
     return Parameters(around + m.experts * expert, around + m.active * expert)
 
 

@@ -20,7 +20,16 @@ from tqdm import tqdm
 
 from mlmoe.errors import UserError
 
-COLUMNS = ("loss", "bits_per_byte", "tokens_per_s", "grad_norm", "lr", "max_vio", "dead_experts")
+COLUMNS = (
+    "loss",
+    "bits_per_byte",
+    "tokens_per_s",
+    "grad_norm",
+    "lr",
+    "max_vio",
+    "dead_experts",
+    "dropped",
+)
 
 
 Values = dict[str, Any]  # by name: a number, or one for each MoE layer

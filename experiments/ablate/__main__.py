@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 from experiments.ablate import activation, balance, balance_cost, hybrid_vs_dense, latent, step_time
+from experiments.ablate.balance import at_least
 from mlmoe.errors import UserError
 
 
@@ -28,14 +29,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     studies = parser.add_subparsers(dest="study", required=True)
     compare = studies.add_parser("hybrid_vs_dense", help="the architecture against a dense GPT")
-    compare.add_argument("--seeds", type=int, default=3)
+    compare.add_argument("--seeds", type=at_least(1), default=3)
     compare.add_argument("--seconds", type=float, default=180.0, help="of training, an arm")
     balance.arguments(studies.add_parser("balance", help="strategies of expert balance"))
     studies.add_parser("balance_cost", help="what the balance takes of a step")
     for name, text in (("activation", "SiTU-GLU and swiglu"), ("latent", "the experts' width")):
         study = studies.add_parser(name, help=text)
-        study.add_argument("--seeds", type=int, default=3)
-        study.add_argument("--steps", type=int, default=500)
+        study.add_argument("--seeds", type=at_least(1), default=3)
+        study.add_argument("--steps", type=at_least(10), default=500)
         study.add_argument("--out", type=Path, default=Path("runs/ablate"))
     studies.add_parser("step_time", help="the tiny step, split into its parts")
     arm = studies.add_parser("arm", help="one row of hybrid_vs_dense, as JSON")

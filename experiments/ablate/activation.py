@@ -70,7 +70,7 @@ def run_arm(setting: Setting, name: str, seed: int, steps: int) -> tuple[Row, li
 
     def look(state: Any, metrics: Any) -> None:
         losses.append(float(metrics.loss))
-        if len(losses) % LOOK_EVERY == 0:
+        if len(losses) % LOOK_EVERY == 1:
             sizes.append(float(measure(state.params, state.routing)))
 
     run = fit(setting, config, look)
@@ -109,7 +109,7 @@ def _plot(curves: dict[str, list[float]], path: Path) -> None:
 
     figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
     for name, sizes in curves.items():
-        axis.plot(LOOK_EVERY * (1 + np.arange(len(sizes))), sizes, label=name)
+        axis.plot(1 + LOOK_EVERY * np.arange(len(sizes)), sizes, label=name)
     axis.set(xlabel="step", ylabel="largest |h|", yscale="log", title="activation growth (seed 0)")
     axis.legend()
     save_figure(figure, path)

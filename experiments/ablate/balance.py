@@ -5,9 +5,10 @@ each expert, which is what the strategies have to find. The model is 8k:tiny wit
 MaxVio is max load / mean load - 1; jitter the share of the load that changes experts in a step.
 """
 
+import argparse
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -192,9 +193,22 @@ def study(
     print(table(rows, ("experts", "strategy"), columns))
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of a command line argument: a whole number not below `least`."""
+
+    def number(text: str) -> int:
+        if (value := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"{value} is below {least}")
+        return value
+
+    return number
+
+
 def arguments(parser: Any) -> None:
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=1000, help="of the model; 0: router alone")
-    parser.add_argument("--experts", type=int, nargs="+", default=[64, 896])
+    parser.add_argument("--seeds", type=at_least(1), default=3)
+    parser.add_argument(
+        "--steps", type=at_least(0), default=1000, help="of the model; 0: router alone"
+    )
+    parser.add_argument("--experts", type=at_least(3), nargs="+", default=[64, 896])
     parser.add_argument("--strategies", nargs="+", default=list(BALANCE), choices=BALANCE)
     parser.add_argument("--out", type=Path, default=Path("runs/ablate"))

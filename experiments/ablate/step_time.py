@@ -1,4 +1,4 @@
-"""The tiny step, split into its parts, and what the balance of the experts takes of it."""
+"""The tiny step, split into its parts."""
 
 import time
 from typing import Any

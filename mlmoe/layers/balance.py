@@ -54,9 +54,10 @@ def next_routing(
 ) -> Routing:
     """All layers' routing after a step; `done` is the share of the run that lies behind it.
 
-    The temperature goes from `temperature` to `temperature_final` in a straight line.
+    The temperature goes from `temperature` to `temperature_final` (0: stays) in a straight line.
     """
-    temperature = config.temperature + done * (config.temperature_final - config.temperature)
+    final = config.temperature_final or config.temperature
+    temperature = config.temperature + done * (final - config.temperature)
     return routing._replace(
         bias=jax.vmap(make_update(config))(routing.bias, stats),
         temperature=jnp.full_like(routing.temperature, temperature),
@@ -118,10 +119,10 @@ class BalanceReport(NamedTuple):
     dead: jax.Array  # experts without a token in this step
     starved: jax.Array  # experts with less than a tenth of the mean load
     rerouted: jax.Array  # choices that a full expert passed on
-    dropped: jax.Array  # choices that no expert took
+    dropped: jax.Array  # choices that no expert took, or that a full buffer did not send
     jitter: jax.Array  # share of the load that moved to other experts since the step before
     bias_spread: jax.Array  # max bias - min bias
-    temperature: jax.Array
+    temperature: jax.Array  # with the learned factor
     logit_width: jax.Array  # standard deviation of the router's logits, at temperature 1
 
 
@@ -132,7 +133,7 @@ def report(stats: RouterStats, routing: Routing, load_before_LE: jax.Array) -> B
     share_LE = load_LE / mean_L1
     before_LE = load_before_LE / jnp.maximum(jnp.sum(load_before_LE, -1, keepdims=True), 1)
     moved_LE = jnp.abs(load_LE / jnp.maximum(jnp.sum(load_LE, -1, keepdims=True), 1) - before_LE)
-    number, total, squares = jnp.moveaxis(stats.logits, -1, 0)
+    number, total, squares, temperature = jnp.moveaxis(stats.logits, -1, 0)
     number = jnp.maximum(number, 1.0)
     width = jnp.sqrt(jnp.maximum(squares / number - (total / number) ** 2, 0.0))
     return BalanceReport(
@@ -142,11 +143,11 @@ def report(stats: RouterStats, routing: Routing, load_before_LE: jax.Array) -> B
         dead=jnp.sum(stats.load_E == 0, -1),
         starved=jnp.sum(share_LE < STARVED, -1),
         rerouted=stats.rerouted,
-        dropped=stats.dropped,
+        dropped=stats.dropped + stats.unsent,
         jitter=0.5 * jnp.sum(moved_LE, -1),
         bias_spread=jnp.max(routing.bias, -1) - jnp.min(routing.bias, -1),
-        temperature=routing.temperature,
-        logit_width=width * routing.temperature,
+        temperature=temperature / number,
+        logit_width=width * temperature / number,
     )
 
 
@@ -159,7 +160,9 @@ class Starvation:
     def look(self, values: Mapping[str, Any]) -> str:
         """What to say about the worst layer, from a step's metrics by name; mostly nothing."""
         starved = values.get("layer_starved", [])
-        if not starved or max(starved) <= max(self.experts / 20, 1.5 * self.said):
+        if not starved or not values["tokens"] or values["bad_in_a_row"]:
+            return ""
+        if max(starved) <= max(self.experts / 20, 1.5 * self.said):
             return ""
         self.said = max(starved)
         i = starved.index(self.said)
@@ -174,9 +177,9 @@ def starvation_advice(logit_width: float, temperature: float) -> str:
     """What to do about starved experts: logits that are wide for their temperature saturate the
     sigmoid, so scores near 0 and 1 hardly move and many are equal; narrow ones all look alike."""
     found = f"its router's logits are {logit_width:.2g} wide at temperature {temperature:.2g}"
-    if 0.5 <= logit_width / temperature <= 2.0:
-        return f"{found}, so their scores do not saturate: another temperature will not help"
-    return f"{found}: --config.model.moe.temperature={logit_width:.2g} would help"
+    if logit_width == 0.0 or 0.5 <= logit_width / temperature <= 2.0:
+        return f"{found}: another temperature will not help"
+    return f"{found}: a temperature of {logit_width:.2g} would help (config.model.moe.temperature)"
 
 
 def max_violation(load_E: jax.Array) -> jax.Array:

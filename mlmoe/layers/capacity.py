@@ -1,7 +1,9 @@
 """Experts with a limited number of seats: overflow goes to the next-best expert with room.
 
 Tokens stand in a line by their place in the row (then by row), and an earlier one never gives way
-to a later one, so within a sequence nothing depends on what comes after. Everyone asks for the A
+to a later one: within a sequence nothing depends on what comes after, but for how much of it there
+is, as the limit is a share of all tokens. Only for training: evaluation and generation have no
+limit (`Routing.without_capacity`), so that no token depends on others. Everyone asks for the A
 experts it likes best among those that have not refused it; an expert seats the first `limit` of the
 line that asks and refuses the rest for good; the refused ask again. Without an end to the rounds
 this is the same as seating the tokens one at a time (deferred acceptance, Gale and Shapley 1962,
@@ -25,7 +27,8 @@ def assign(
     B, T, E = choice_BTE.shape
     choice_NE = choice_BTE.swapaxes(0, 1).reshape(-1, E)  # the line: time first
     live_N1 = live_BT.T.reshape(-1, 1)
-    limit = jnp.ceil(jnp.sum(live_N1) * active / E * capacity)
+    # Less a few roundings: a product that is 15 must not become 15.000001, and 16 seats.
+    limit = jnp.ceil(jnp.sum(live_N1) * active / E * capacity * (1.0 - 5e-7))
 
     def ask(refused_NE: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Whom each token asks, as [N, A] and as a mask [N, E]."""

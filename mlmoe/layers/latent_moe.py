@@ -44,14 +44,14 @@ def route_and_run(
     transport = config.transport
     if transport == "auto":
         transport = "ragged" if on_tpu() else "gather"
-    u_NR, dropped = expert_parallel_ffn(
+    u_NR, unsent = expert_parallel_ffn(
         *args,
         activation=config.activation,
         axis=EXPERT,
         transport=transport,
         buffer=config.buffer,
     )
-    return u_NR.reshape(z_BTR.shape), stats._replace(dropped=stats.dropped + dropped)
+    return u_NR.reshape(z_BTR.shape), stats._replace(unsent=unsent)
 
 
 class LatentMoE(nn.Module):

@@ -3,8 +3,8 @@
     s = sigmoid(logits / temperature),  routes = top-A of s + bias,  p = s / sum of s over routes
 
 The bias only selects; weights come from raw scores, so it never touches the gradient. It moves once
-an optimizer step, from what the batch did (`balance.py`), and is used from the next step on. Of all
-statistics only int32 counts decide anything. N = B T tokens, E experts.
+an optimizer step, from what the batch did (`balance.py`), and is used from the next step on. What it
+moves by is int32 counts. N = B T tokens, E experts.
 """
 
 from typing import NamedTuple
@@ -41,8 +41,9 @@ class RouterStats(NamedTuple):
     load_E: jax.Array  # int32: tokens an expert received. Not floats: bf16 sums stop at 256
     margin_EB: jax.Array  # int32 histogram of alpha_i - s_ij; B = 0 where the balance needs none
     rerouted: jax.Array  # int32 []: choices that a full expert passed on to the next-best
-    dropped: jax.Array  # int32 []: choices that no expert took
-    logits: jax.Array  # f32 [3]: number, sum and sum of squares of logits / temperature
+    dropped: jax.Array  # int32 []: choices that no expert took; not in load_E
+    unsent: jax.Array  # int32 []: choices that a full buffer did not send; in load_E
+    logits: jax.Array  # f32 [4]: number, sum, sum of squares of logits / T, and number times T
     aux: jax.Array  # f32 []: the balancing loss of `aux_loss`, times the tokens
 
 
@@ -56,6 +57,7 @@ def route(
     (B, T, E), A = logits_BTE.shape, config.active
     live_N = live_BT.reshape(-1)
     scaled_NE = (logits_BTE.astype(jnp.float32) / routing.temperature).reshape(-1, E)
+    scaled_NE = jnp.where(live_N[:, None], scaled_NE, 0.0)  # padding may hold NaN
     s_NE = jax.nn.sigmoid(scaled_NE)
     fixed_NE = jax.lax.stop_gradient(s_NE)
     # Equal scores, as of a router that is still zero, go to other experts at every token of a row.
@@ -75,23 +77,25 @@ def route(
         alpha_N = jnp.max(jnp.where(chosen_NE, -jnp.inf, choice_NE), axis=1)
         experts_NA = jnp.where(live_N[:, None], experts_NA, -1)
         rerouted, dropped = zero, zero
-    p_NA = jnp.take_along_axis(s_NE, jnp.maximum(experts_NA, 0), axis=1)
+    # s / sum s as the softmax of log s: a quotient of scores of 1e-20 has no finite gradient.
+    log_s_NA = jnp.take_along_axis(jax.nn.log_sigmoid(scaled_NE), jnp.maximum(experts_NA, 0), 1)
+    p_NA = jax.nn.softmax(jnp.where(experts_NA < 0, -1e9, log_s_NA), axis=1)
     p_NA = jnp.where(experts_NA < 0, 0.0, p_NA)
-    p_NA = p_NA / jnp.maximum(jnp.sum(p_NA, axis=1, keepdims=True), 1e-20)
     load_E = _count(experts_NA, E)
     stats = RouterStats(
         load_E=load_E,
         margin_EB=jnp.zeros((E, 0), jnp.int32),
         rerouted=rerouted,
         dropped=dropped,
-        logits=_moments(jax.lax.stop_gradient(scaled_NE), live_N),
+        unsent=zero,
+        logits=_moments(jax.lax.stop_gradient((scaled_NE, routing.temperature)), live_N),
         aux=jnp.zeros(()),
     )
     if config.balance in ("quantile", "capacity"):
         margin_EB = _histogram(alpha_N[:, None] - fixed_NE, *bounds(routing.bias), live_N)
         stats = stats._replace(margin_EB=margin_EB)
     if config.balance == "aux_loss":
-        stats = stats._replace(aux=_balancing_loss(s_NE, load_E, live_N, A))
+        stats = stats._replace(aux=_balancing_loss(scaled_NE, load_E, live_N, A))
     return experts_NA, p_NA, stats
 
 
@@ -104,22 +108,24 @@ def _count(experts_NA: jax.Array, E: int) -> jax.Array:
     return jnp.sum(experts_NA[..., None] == jnp.arange(E)[None, None], axis=(0, 1), dtype=jnp.int32)
 
 
-def _moments(x_NE: jax.Array, live_N: jax.Array) -> jax.Array:
-    x_NE = jnp.where(live_N[:, None], x_NE, 0.0)
-    return jnp.stack(
-        [jnp.sum(live_N.astype(jnp.float32)) * x_NE.shape[1], jnp.sum(x_NE), jnp.sum(x_NE**2)]
-    )
+def _moments(scaled: tuple[jax.Array, jax.Array], live_N: jax.Array) -> jax.Array:
+    x_NE, temperature = scaled
+    number = jnp.sum(live_N.astype(jnp.float32)) * x_NE.shape[1]
+    return jnp.stack([number, jnp.sum(x_NE), jnp.sum(x_NE**2), number * temperature])
 
 
-def _balancing_loss(s_NE: jax.Array, load_E: jax.Array, live_N: jax.Array, A: int) -> jax.Array:
+def _balancing_loss(
+    scaled_NE: jax.Array, load_E: jax.Array, live_N: jax.Array, A: int
+) -> jax.Array:
     """E / A sum_e f_e sum_i p_ie with f the share of tokens that went to e and p = s / sum_e s.
 
     Switch Transformer's loss (arXiv 2101.03961) times the number of tokens; the shares are those of
     one device's micro-batch, as is usual.
     """
-    p_NE = jnp.where(live_N[:, None], s_NE / jnp.sum(s_NE, axis=1, keepdims=True), 0.0)
+    p_NE = jax.nn.softmax(jax.nn.log_sigmoid(scaled_NE), axis=1)
+    p_NE = jnp.where(live_N[:, None], p_NE, 0.0)
     f_E = load_E / jnp.maximum(jnp.sum(live_N), 1)
-    return s_NE.shape[1] / A * jnp.sum(f_E[None] * p_NE)
+    return load_E.size / A * jnp.sum(f_E[None] * p_NE)
 
 
 def _histogram(
@@ -140,8 +146,8 @@ def _scatter_count(bin_NE: jax.Array) -> jax.Array:
 def _matmul_count(bin_NE: jax.Array, block: int = 512) -> jax.Array:
     """The same without a scatter, which a TPU does one element at a time.
 
-    A bin is a high and a low digit; the counts are a product of the two one-hot matrices, exact in
-    f32 below 2^24 tokens. Block by block, as the one-hots of all tokens would fill the memory.
+    A bin is a high and a low digit; the counts are a product of the two one-hot matrices, summed
+    exactly in int32. Block by block, as the one-hots of all tokens would fill the memory.
     """
     N, E = bin_NE.shape
     digits, side = jnp.arange(32), 32

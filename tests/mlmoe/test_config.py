@@ -43,7 +43,7 @@ def test_every_named_config_is_valid(name: str) -> None:
         ({"model__moe__active": 16}, "must be below model.moe.experts=16"),
         ({"model__moe__balance": "sinkhorn"}, "choose one of .quantile., .quantile_sign."),
         ({"model__moe__capacity_factor": 0.9}, "capacity_factor=0.9: below 1 .* nearest: 1.0"),
-        ({"model__moe__temperature_final": 0.0}, "temperature_final=0.0: must be greater than 0"),
+        ({"model__moe__temperature_final": -1.0}, "temperature_final=-1.0: must be above 0"),
         ({"model__moe__aux_weight": -1.0}, "aux_weight=-1.0: must be >= 0"),
         ({"model__moe__transport": "ring"}, "choose one of .auto., .ragged., .gather."),
         ({"model__moe__buffer": 0.5}, r"moe.buffer=0.5: must be 0 .* or at least 1"),

@@ -85,7 +85,7 @@ def test_a_tight_buffer_is_counted() -> None:
     tokens, room = int((data.segment_ids_BT > 0).sum()), 33 * 3
     stats = jax.tree.map(lambda x: np.sum(x, axis=1), stats)  # over the devices
     np.testing.assert_array_equal(stats.load_E[:, :3], tokens)
-    np.testing.assert_array_equal(stats.dropped, 3 * (tokens - room))
+    np.testing.assert_array_equal(stats.unsent, 3 * (tokens - room))
 
 
 def test_init_makes_only_the_own_experts() -> None:

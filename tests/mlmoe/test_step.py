@@ -76,7 +76,7 @@ def test_micro_batches_and_devices_change_nothing(
 
 def test_statistics_cross_devices_in_one_collective_a_step() -> None:
     """Two MoE layers, two micro-batches: one sum over devices of all histograms, not four."""
-    config = run_config(accumulate=2)
+    config = run_config(accumulate=2, batch=16)
     moe = dataclasses.replace(config.model.moe, dense_layers=0)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, moe=moe))
     text = compile_train(config, make_program(config), make_mesh()).as_text()
@@ -128,7 +128,7 @@ def test_a_batch_of_padding_alone_is_skipped() -> None:
     assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(state.params))
 
 
-def test_balance_moves_the_bias_once_a_step_and_none_leaves_it() -> None:
+def test_balance_moves_the_bias_and_keeps_its_mean() -> None:
     state, _ = one_step(run_config(), 1, rows())
     assert float(jnp.abs(state.routing.bias).max()) > 0.0
     np.testing.assert_allclose(jnp.mean(state.routing.bias, -1), 0.0, atol=1e-6)

@@ -116,12 +116,37 @@ def test_the_tie_break_moves_nothing_else() -> None:
     np.testing.assert_array_equal(jnp.sort(experts), jnp.sort(want))
 
 
+@pytest.mark.parametrize("balance", ["quantile", "aux_loss"])
+@pytest.mark.parametrize("level", [-60.0, -200.0, 200.0])
+def test_saturated_scores_keep_weights_and_finite_gradients(level: float, balance: str) -> None:
+    logits, live_N = level + jax.random.normal(jax.random.key(8), (16, 8)), jnp.arange(16) < 12
+    logits = jnp.where(live_N[:, None], logits, jnp.nan)
+
+    def total(x):  # type: ignore[no-untyped-def]
+        _, weights, stats = run(x, jnp.zeros(8), live_N, 2, balance)
+        return jnp.sum(weights[:, 0]) + stats.aux
+
+    _, weights, _ = run(logits, jnp.zeros(8), live_N, 2, balance)
+    np.testing.assert_allclose(jnp.sum(weights, 1), live_N, rtol=1e-5)
+    assert np.isfinite(np.asarray(jax.grad(total)(logits))).all()
+
+
+def test_without_capacity_nobody_is_refused() -> None:
+    config = moe_config(experts=8, active=2, balance="capacity")
+    logits = jax.random.normal(jax.random.key(9), (2, 16, 8)) + jnp.arange(8.0)[None, None]
+    live_BT = jnp.ones((2, 16), bool)
+    tight = routing_of(jnp.zeros(8), capacity=1.0)
+    for routing, moved in ((tight, True), (tight.without_capacity(), False)):
+        assert bool(route(config, routing, logits, live_BT)[2].rerouted > 0) == moved
+
+
 def test_temperature_divides_the_logits() -> None:
     logits, live_BT = jax.random.normal(jax.random.key(6), (1, 16, 8)), jnp.ones((1, 16), bool)
     config = moe_config(experts=8, active=2)
     hot = route(config, routing_of(jnp.zeros(8), temperature=4.0), logits, live_BT)
     same = route(config, routing_of(jnp.zeros(8)), logits / 4, live_BT)
-    jax.tree.map(np.testing.assert_array_equal, hot, same)
+    jax.tree.map(np.testing.assert_array_equal, hot[:2], same[:2])
+    np.testing.assert_allclose(hot[2].logits[3] / hot[2].logits[0], 4.0)
 
 
 def test_the_balancing_loss_is_the_tokens_when_balanced_and_has_a_gradient() -> None:

@@ -3,8 +3,8 @@
     s = sigmoid(logits / temperature),  routes = top-A of s + bias,  p = s / sum of s over routes
 
 The bias only selects; weights come from raw scores, so it never touches the gradient. It moves once
-an optimizer step, from what the batch did (`balance.py`), and is used from the next step on. What it
-moves by is int32 counts. N = B T tokens, E experts.
+an optimizer step, by int32 counts of what the batch did (`balance.py`), and is used from the next
+step on. N = B T tokens, E experts.
 """
 
 from typing import NamedTuple

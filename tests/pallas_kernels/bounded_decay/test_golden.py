@@ -19,6 +19,14 @@ DELTA = [
     "delta_one_token",
 ]
 ADDITIVE = ["additive_plain", "additive_floor_packed", "additive_slow_long"]
+
+
+def most_slow(*quick):
+    """All cases, of which only these run without `-m slow`."""
+    slow = pytest.mark.slow
+    return [n if n in quick else pytest.param(n, marks=slow) for n in DELTA + ADDITIVE]
+
+
 INPUTS = ("q", "k", "v", "g", "beta", "h0")
 
 
@@ -87,14 +95,14 @@ def test_bf16(errors):
 
 
 @pytest.mark.usefixtures("narrow")
-@pytest.mark.parametrize("name", DELTA + ADDITIVE)
+@pytest.mark.parametrize("name", most_slow("delta_no_decay_same_keys", "delta_packed_ragged_pad"))
 def test_bf16_kernel(errors, name):
     """With its 128 tokens a chunk: what is rounded inside one counts."""
     _assert_within(errors(name, dtype=jnp.bfloat16, implementation="pallas"), 5e-3, 2e-2)
 
 
 @pytest.mark.usefixtures("short_chunks")
-@pytest.mark.parametrize("name", DELTA + ADDITIVE)
+@pytest.mark.parametrize("name", most_slow("delta_packed_ragged_pad", "additive_floor_packed"))
 def test_no_races_and_nothing_uninitialised_is_read(errors, name, monkeypatch):
     """The TPU interpreter: memory starts as NaN, copies are asynchronous, races are looked for."""
     kernels = op.bounded_decay_pallas

@@ -36,7 +36,9 @@ def _compiled(chip, N, A, E, R, F, activation, dtype, implementation):
     return aot.compile_for(chip, f, x, p, *weights, shape((N, A), jnp.int32), x)
 
 
-@pytest.mark.parametrize(("chip", "activation"), [("v5p", "four"), ("v6e", "capped")])
+@pytest.mark.parametrize(
+    ("chip", "activation"), [("v5p", "four"), pytest.param("v6e", "capped", marks=pytest.mark.slow)]
+)
 def test_gradient_at_full_width(chip, activation):
     """A chip's 14 experts, 16,384 rows: six kernels. 0.65 GB of temporaries were measured, and 1.3
     where the compiler lets gathers run beside the kernels (libtpu 0.0.50)."""

@@ -134,7 +134,9 @@ def test_remat_changes_neither_values_nor_counts() -> None:
     for remat in ("dots", "full"):
         changed = dataclasses.replace(config, remat=remat)
         got, grads = loss_and_grad(changed, batch(ROW))
-        jax.tree.map(np.testing.assert_array_equal, got[1], want[1])
+        for counted, once in zip(got[1], want[1], strict=True):
+            tolerance = 0 if counted.dtype == jnp.int32 else 1e-5
+            np.testing.assert_allclose(counted, once, rtol=tolerance)
         close((got[0], grads), (want[0], want_grads), 1e-5)
 
 

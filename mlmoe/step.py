@@ -61,7 +61,7 @@ class Metrics(NamedTuple):
     dropped: jax.Array  # choices that no expert took, over all layers
     skipped: jax.Array
     bad_in_a_row: jax.Array
-    layers: "LayerMetrics | None"  # of the MoE layers; None where there are none
+    layers: LayerMetrics | None  # of the MoE layers; None where there are none
 
 
 def init_state(config: TrainConfig, model: Model, tx: optax.GradientTransformation) -> TrainState:

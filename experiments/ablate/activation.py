@@ -13,11 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from experiments.ablate.results import Row, save_figure, table, write_csv
-from experiments.ablate.training import Setting, fit, heldout_bits, open_setting, tiny
+from experiments.ablate.results import Row, plot_curves, table, write_csv
+from experiments.ablate.training import Setting, fit, heldout_bits, open_setting, text_of, tiny
 from mlmoe.config import TrainConfig
 from mlmoe.count import parameters
-from mlmoe.data.pipeline import train_batches
 from mlmoe.model import LM, compute_dtype
 
 LOOK_EVERY = 20
@@ -57,13 +56,7 @@ def largest(config: TrainConfig, batch: Any) -> Any:
 def run_arm(setting: Setting, name: str, seed: int, steps: int) -> tuple[Row, list[float]]:
     """One arm's row, and the largest |h| every 20 steps."""
     config = tiny(ARMS[name], seed, steps)
-    batches: Any = train_batches(
-        setting.corpus,
-        tokenizer=setting.tokenizer,
-        context=config.context,
-        batch_size=config.batch,
-        seed=99,
-    )
+    batches = text_of(setting, config, seed=99)
     measure = largest(config, next(batches))
     batches.close()
     losses, sizes = [], []
@@ -98,19 +91,6 @@ def study(seeds: int, steps: int, out: Path) -> None:
             curves.setdefault(name, sizes)
     write_csv(rows, out / "activation.csv")
     print(table(rows, ("activation",), list(rows[0])[2:]))
-    _plot(curves, out / "activation.png")
-
-
-def _plot(curves: dict[str, list[float]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
-    for name, sizes in curves.items():
-        axis.plot(1 + LOOK_EVERY * np.arange(len(sizes)), sizes, label=name)
-    axis.set(xlabel="step", ylabel="largest |h|", yscale="log", title="activation growth (seed 0)")
-    axis.legend()
-    save_figure(figure, path)
-    plt.close(figure)
+    points = {n: (1 + LOOK_EVERY * np.arange(len(s)), s) for n, s in curves.items()}
+    labels = {"ylabel": "largest |h|", "yscale": "log", "title": "activation growth (seed 0)"}
+    plot_curves(points, out / "activation.png", labels)

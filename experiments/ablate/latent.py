@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from experiments.ablate.results import table, write_csv
+from experiments.ablate.results import plot_curves, table, write_csv
 from experiments.ablate.training import fit, heldout_bits, open_setting, tiny
 from mlmoe.count import parameters
 
@@ -61,23 +61,7 @@ def study(seeds: int, steps: int, out: Path) -> None:
             print(rows[-1], flush=True)
     write_csv(rows, out / "latent.csv")
     print(table(rows, ("R",), list(rows[0])[2:]))
-    plot_losses(curves, out / "latent.png", "latent width")
-
-
-def plot_losses(curves: dict[str, list[float]], path: Path, title: str) -> None:
-    """Training loss, a mean of 20 steps, of each arm's first seed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    from experiments.ablate.results import save_figure
-
-    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
-    for name, losses in curves.items():
-        smooth = np.convolve(losses, np.ones(20) / 20, mode="valid")
-        axis.plot(20 + np.arange(len(smooth)), smooth, label=name)
-    axis.set(xlabel="step", ylabel="loss (nats)", title=title)
-    axis.legend()
-    save_figure(figure, path)
-    plt.close(figure)
+    smooth = {n: np.convolve(x, np.ones(20) / 20, mode="valid") for n, x in curves.items()}
+    points = {n: (20 + np.arange(len(x)), x) for n, x in smooth.items()}
+    labels = {"ylabel": "loss (nats), a mean of 20 steps", "title": "latent width (seed 0)"}
+    plot_curves(points, out / "latent.png", labels)

@@ -48,6 +48,24 @@ def _short(value: Any) -> str:
     return f"{value:.4g}" if abs(value) < 1 else f"{value:.4f}".rstrip("0")
 
 
+def plot_curves(
+    points: Mapping[str, tuple[Any, Any]], path: Path, labels: Mapping[str, str]
+) -> None:
+    """PNG of one line an arm over the steps; `labels` are matplotlib's of the axes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
+    for name, (x, y) in points.items():
+        axis.plot(x, y, label=name)
+    axis.set(xlabel="step", **labels)
+    axis.legend()
+    save_figure(figure, path)
+    plt.close(figure)
+
+
 def save_figure(figure: Any, path: Path) -> None:
     """A PNG, and its path said."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -50,6 +50,17 @@ def open_setting() -> Setting:
     return Setting(make_mesh(), tokenizer, open_corpus(config.data, tokenizer))
 
 
+def text_of(setting: Setting, config: TrainConfig, seed: int) -> Any:
+    """Batches of the training documents, without end; to be closed."""
+    return train_batches(
+        setting.corpus,
+        tokenizer=setting.tokenizer,
+        context=config.context,
+        batch_size=config.batch,
+        seed=seed,
+    )
+
+
 def nothing(state: TrainState, metrics: Metrics) -> None:
     """Looks at no step."""
 
@@ -63,13 +74,7 @@ def fit(
     program = make_program(config)
     train_step = compile_train(config, program, setting.mesh)
     state = first_state(program, setting.mesh)
-    batches: Any = train_batches(
-        setting.corpus,
-        tokenizer=setting.tokenizer,
-        context=config.context,
-        batch_size=config.batch,
-        seed=config.seed,
-    )
+    batches = text_of(setting, config, config.seed)
     times = []
     for _ in range(config.steps):
         began = time.perf_counter()

@@ -15,6 +15,8 @@ and meta; each process falls back on its own, so damage that only some can see e
 
 import logging
 import shutil
+import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -54,6 +56,7 @@ class Checkpoints:
         self.root = Path(workdir).absolute() / "checkpoints"
         self.keep = keep
         logging.getLogger("absl").addFilter(_no_orbax_traceback)
+        _abandoned_write_is_quiet()
         self._orbax = ocp.StandardCheckpointer()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
@@ -148,7 +151,12 @@ class Checkpoints:
         """The report on a failed save; frees what it had written."""
         free = shutil.disk_usage(next(p for p in staging.parents if p.exists())).free
         need = sum(leaf.nbytes for leaf in host.values())
-        shutil.rmtree(staging, ignore_errors=True)
+        # Orbax raises at the first array that fails; those beside it may write a moment longer.
+        for _ in range(20):
+            shutil.rmtree(staging, ignore_errors=True)
+            if not staging.exists():
+                break
+            time.sleep(0.05)
         return UserError(
             f"checkpoint {step} was not saved: {_first_line(error)}. It needs up to"
             f" {need / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB were free in {self.root}."
@@ -292,3 +300,16 @@ def _first_line(error: Exception) -> str:
 def _no_orbax_traceback(record: logging.LogRecord) -> bool:
     """Orbax logs one failed write as 300 lines of tracebacks, and raises it: one message does."""
     return "orbax" not in record.pathname or not record.exc_info
+
+
+def _abandoned_write_is_quiet() -> None:
+    """A write that outlives its failed save finds orbax's loop closed: nobody waits for it."""
+    if getattr(sys.unraisablehook, "__module__", None) == __name__:
+        return
+    shown = sys.unraisablehook
+
+    def hook(event: Any) -> None:
+        if "Event loop is closed" not in str(event.exc_value):
+            shown(event)
+
+    sys.unraisablehook = hook

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from experiments.ablate import activation, balance, balance_cost, hybrid_vs_dense, latent, step_time
-from experiments.ablate.balance import at_least
+from experiments.ablate.arguments import at_least
 from mlmoe.errors import UserError
 
 

@@ -5,10 +5,9 @@ each expert, which is what the strategies have to find. The model is 8k:tiny wit
 MaxVio is max load / mean load - 1; jitter the share of the load that changes experts in a step.
 """
 
-import argparse
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
+from experiments.ablate.arguments import at_least
 from experiments.ablate.results import Row, save_figure, table, write_csv
 from experiments.ablate.training import Setting, fit, heldout_bits, open_setting, tiny
 from mlmoe.config import BALANCE, MoEConfig
@@ -191,17 +191,6 @@ def study(
     write_csv(rows, out / "balance_model.csv")
     columns = ["steps to 0.5", "MaxVio after", "dead", "starved", "jitter", "loss", "bits/byte"]
     print(table(rows, ("experts", "strategy"), columns))
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """The type of a command line argument: a whole number not below `least`."""
-
-    def number(text: str) -> int:
-        if (value := int(text)) < least:
-            raise argparse.ArgumentTypeError(f"{value} is below {least}")
-        return value
-
-    return number
 
 
 def arguments(parser: Any) -> None:

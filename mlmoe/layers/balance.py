@@ -131,8 +131,10 @@ def report(stats: RouterStats, routing: Routing, load_before_LE: jax.Array) -> B
     load_LE = stats.load_E.astype(jnp.float32)
     mean_L1 = jnp.maximum(jnp.mean(load_LE, -1, keepdims=True), 1e-20)
     share_LE = load_LE / mean_L1
-    before_LE = load_before_LE / jnp.maximum(jnp.sum(load_before_LE, -1, keepdims=True), 1)
-    moved_LE = jnp.abs(load_LE / jnp.maximum(jnp.sum(load_LE, -1, keepdims=True), 1) - before_LE)
+    all_L1, before_L1 = (jnp.sum(x, -1, keepdims=True) for x in (load_LE, load_before_LE))
+    before_LE = load_before_LE / jnp.maximum(before_L1, 1)
+    moved_LE = jnp.abs(load_LE / jnp.maximum(all_L1, 1) - before_LE)
+    moved_LE = jnp.where(before_L1 > 0, moved_LE, 0.0)  # the first step moves from nowhere
     number, total, squares, temperature = jnp.moveaxis(stats.logits, -1, 0)
     number = jnp.maximum(number, 1.0)
     width = jnp.sqrt(jnp.maximum(squares / number - (total / number) ** 2, 0.0))

@@ -24,6 +24,7 @@ def get_config():
     c.model.attention.update(v_dim=8)
     c.model.incremental.update(heads=1, key_dim=8, value_dim=8, gate_rank=4)
     c.model.moe.update(dense_hidden=16, experts=4, active=2, latent=8, hidden=8, shared_hidden=8)
+    c.model.moe.update(temperature_final=0.5)  # a schedule that goes on where it was
     c.data.update(source="files", path=@PATH@, heldout=0.2, pack_bins=8)
     c.optim.update(warmup=2)
     return c

@@ -110,6 +110,8 @@ def test_the_report_of_a_known_load() -> None:
     np.testing.assert_array_equal(got.starved, [1, 0])
     np.testing.assert_allclose(got.jitter, [0.25, 0.0])
     np.testing.assert_allclose(got.logit_width, 3.0)  # mean 1, mean square 10
+    first = balance.report(stats, routing, jnp.zeros((2, 4), jnp.int32))
+    np.testing.assert_array_equal(first.jitter, 0.0)  # before the first step nothing was anywhere
 
 
 def test_starvation_names_the_temperature_that_would_help() -> None:

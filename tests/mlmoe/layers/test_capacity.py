@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mlmoe.layers.capacity import assign
+from mlmoe.sharding import make_mesh, per_shard
 
 run = jax.jit(assign, static_argnums=(3, 4))
 
@@ -78,3 +79,24 @@ def test_later_tokens_of_a_row_change_nothing_earlier(rounds: int) -> None:
     a, b = (run(x, live_BT, jnp.float32(1.0), 2, rounds)[0] for x in (choice_BTE, changed))
     np.testing.assert_array_equal(a[:30], b[:30])
     assert np.any(np.asarray(a[30:]) != np.asarray(b[30:]))
+
+
+def test_every_device_keeps_to_its_own_limit() -> None:
+    """The line is a device's own tokens: no device waits for another to seat them."""
+    choice_BTE, live_BT = inputs(8, 40, 12, seed=3)
+    live_BT[:] = True
+
+    def local(choice_BTE: jax.Array, live_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        experts_NA, _, dropped = assign(choice_BTE, live_BT, jnp.float32(1.0), 3, 20)
+        return experts_NA, dropped
+
+    with jax.set_mesh(make_mesh()):
+        experts, dropped = jax.jit(lambda *x: per_shard(local, x, ()))(choice_BTE, live_BT)
+    alone = [
+        run(c[None], w[None], jnp.float32(1.0), 3, 20)
+        for c, w in zip(choice_BTE, live_BT, strict=True)
+    ]
+    np.testing.assert_array_equal(experts, np.concatenate([a[0] for a in alone]))
+    np.testing.assert_array_equal(dropped, [a[2] for a in alone])
+    load_dE = [np.bincount(x[x >= 0], minlength=12) for x in np.split(np.asarray(experts), 8)]
+    assert np.max(load_dE) <= 40 * 3 / 12

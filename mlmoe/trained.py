@@ -1,0 +1,53 @@
+"""A trained model, read back from the folder of its run."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from mlmoe.build import Program, abstract_state, make_program
+from mlmoe.checkpoint import Checkpoints
+from mlmoe.config import TrainConfig, from_dict
+from mlmoe.errors import UserError
+from mlmoe.step import TrainState
+
+
+class Trained(NamedTuple):
+    """The newest sound checkpoint of a run, and the config it was made with."""
+
+    config: TrainConfig
+    program: Program
+    state: TrainState
+    step: int
+
+
+def load_trained(workdir: str, mesh: jax.sharding.Mesh) -> Trained:
+    """The newest sound checkpoint in `workdir`, on `mesh`; its config is the one stored with it.
+
+    Raises:
+      UserError: there is no such folder, no sound checkpoint in it, or one of another version.
+    """
+    path = Path(workdir).expanduser()
+    if not (path / "checkpoints").is_dir():
+        near = sorted(str(p.parent) for p in path.parent.glob("*/checkpoints"))
+        found = f"; runs beside it: {', '.join(near)}" if near else ""
+        raise UserError(f"{workdir} is not the folder of a run: it has no checkpoints{found}")
+    with Checkpoints(path, keep=1) as checkpoints:
+        meta = checkpoints.latest_meta()
+        if meta is None:
+            raise UserError(f"no checkpoint in {workdir} is complete")
+        config = stored_config(meta["config"], workdir)
+        program = make_program(config)
+        found_state = checkpoints.restore(abstract_state(program, mesh))
+    if found_state is None:
+        raise UserError(f"no checkpoint in {workdir} is sound")
+    return Trained(config, program, found_state.state, found_state.step)
+
+
+def stored_config(stored: dict[str, Any], workdir: str) -> TrainConfig:
+    """The config of a checkpoint, checked against the fields that there are now."""
+    try:
+        return from_dict(TrainConfig, json.loads(json.dumps(stored)))
+    except UserError as e:
+        raise UserError(f"{workdir} was made by another version of this program: {e}") from e

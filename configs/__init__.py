@@ -8,7 +8,8 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from configs.scales import SCALES
-from mlmoe.errors import UserError
+from mlmoe.config import ARCHITECTURES
+from mlmoe.errors import UserError, one_of
 
 STAGES = tuple(
     sorted(
@@ -18,8 +19,10 @@ STAGES = tuple(
 )
 
 
-def load(name: str) -> ConfigDict:
+def load(name: str, architecture: str = "fixed") -> ConfigDict:
     """`8k` (full scale), `8k:tiny`, or `path/to/config.py` with a `get_config()`.
+
+    `architecture` is `fixed`, the final one in every stage, or `staged`; a file has its own.
 
     Raises:
       UserError: no such stage, scale or file; names the valid ones.
@@ -34,7 +37,9 @@ def load(name: str) -> ConfigDict:
             )
         config = _from_file(path)
     elif stage in STAGES:
-        config = importlib.import_module(f"configs.{stage}").get_config()
+        one_of("architecture", architecture, ARCHITECTURES)
+        config = importlib.import_module(f"configs.{stage}").get_config(architecture)
+        config.architecture = architecture
     else:
         raise UserError(
             f"--config={name}: no such stage; choose one of {', '.join(STAGES)} "
@@ -46,7 +51,8 @@ def load(name: str) -> ConfigDict:
             raise UserError(f"--config={name}: no such scale; choose one of {', '.join(SCALES)}")
         SCALES[scale](config)
     if not config.workdir:
-        config.workdir = f"runs/{config.stage}-{config.scale}"
+        kind = "" if config.architecture == "fixed" else f"-{config.architecture}"
+        config.workdir = f"runs/{config.stage}-{config.scale}{kind}"
     return config
 
 

@@ -12,6 +12,8 @@ def get_config() -> ConfigDict:
     c = ConfigDict()
     c.stage = ""  # curriculum stage; set by the stage file
     c.scale = ""  # size of the model; set by the scale
+    c.architecture = "fixed"  # the final one from stage 8k on, or staged: each stage has its own
+    c.init_from = ""  # workdir of the run whose weights this one starts with; '' for fresh ones
     c.workdir = ""  # checkpoints, metrics and plots go here; '' means runs/<stage>-<scale>
     c.seed = 0  # of the initial parameters and of the order of the data
     c.context = 8192  # tokens a row
@@ -32,6 +34,13 @@ def get_config() -> ConfigDict:
     return c
 
 
+def next_stage(c: ConfigDict, name: str, context: int, batch: int, steps: int) -> None:
+    """A later stage of the curriculum: longer rows, fewer of them, a fifth of the learning rate."""
+    c.update(stage=name, context=context, batch=batch, steps=steps)
+    c.update(eval_every=steps // 10, save_every=steps // 10)
+    c.optim.update(lr=c.optim.lr / 5, adam_lr=c.optim.adam_lr / 5, warmup=steps // 20)
+
+
 def mesh() -> ConfigDict:
     m = ConfigDict()
     m.expert = 1  # devices that share one copy of the routed experts; divides model.moe.experts
@@ -40,7 +49,7 @@ def mesh() -> ConfigDict:
 
 def model() -> ConfigDict:
     m = ConfigDict()
-    m.layout = "interleaved"  # preset (interleaved, thirds) or one letter a layer: F L R D A S
+    m.layout = "interleaved"  # preset (interleaved, thirds) or one letter a layer: F L R B D A S
     m.layers = 93
     m.vocab = 163_840  # rows of the embedding; at least the tokenizer's vocabulary
     m.d_model = 7168
@@ -50,15 +59,16 @@ def model() -> ConfigDict:
     m.remat = "full"  # kept for the backward pass: none (everything), dots (matmuls), full (inputs)
     m.dtype = "auto"  # of activations: bfloat16 on accelerators, float32 on CPU
 
-    m.attention = a = ConfigDict()  # letters F, L, R
+    m.attention = a = ConfigDict()  # letters F, L, R, B
     a.heads = 96
     a.head_dim = 128  # F: width of q, k and v
-    a.q_rank = 1536  # L, R: low-rank width of q
-    a.kv_rank = 512  # L, R: the latent that is cached
-    a.nope_dim = 128  # L, R: key width a head without position
-    a.rope_dim = 64  # L, R: key width shared by all heads; rotated in R
+    a.q_rank = 1536  # L, R, B: low-rank width of q
+    a.kv_rank = 512  # L, R, B: the latent that is cached
+    a.nope_dim = 128  # L, R, B: key width a head without position
+    a.rope_dim = 64  # L, R, B: key width shared by all heads; rotated in R
     a.v_dim = 128
     a.rope_theta = 5e5  # F, R: base of the rotary frequencies
+    a.kv_share = 1  # L, R, B: so many consecutive ones share one latent cache
 
     m.incremental = i = ConfigDict()  # letters D, A, S
     i.heads = 96

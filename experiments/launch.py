@@ -9,6 +9,7 @@ Any field of configs/base.py can be overridden:
 
     --config.steps=2000 --config.optim.lr=0.01 --config.model.layout=DDDL --config.model.layers=4
     --config.data.source=files --config.data.path=~/my/texts --config.workdir=runs/mine
+    --config=64k:tiny --config.init_from=runs/8k-tiny         goes on from another stage's weights
 
 Ctrl-C or SIGTERM saves a checkpoint and stops. Exit codes: 0 finished, 2 bad input or a run that
 diverged, 130 and 143 stopped by a signal.
@@ -45,7 +46,8 @@ def parse(argv: list[str]) -> TrainConfig:
             f"give exactly one --config=STAGE:SCALE, such as --config=8k:tiny; stages: "
             f"{', '.join(configs.STAGES)}; scales: {', '.join(SCALES)}"
         )
-    config = configs.load(names[0])
+    kinds = [a.partition("=")[2] for a in argv if a.startswith("--config.architecture=")]
+    config = configs.load(names[0], *kinds[-1:])
     rest = [a for a in argv if not a.startswith("--config=")]
     apply_overrides(config, rest)
     return from_dict(TrainConfig, config.to_dict())

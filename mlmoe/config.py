@@ -18,14 +18,22 @@ LETTERS = {
     "F": "full softmax attention",
     "L": "latent attention without positions (NoPE)",
     "R": "latent attention with RoPE",
+    "B": "latent attention with ALiBi",
     "D": "incremental attention, delta update",
     "A": "incremental attention, additive update",
     "S": "incremental attention, slot read-out",
 }
+LATENT = "LRB"
 BALANCE = ("quantile", "quantile_sign", "capacity", "sign", "aux_loss", "none")
+ARCHITECTURES = ("fixed", "staged")
 PRESETS = {
     "interleaved": lambda n: ("DDDL" * n)[: n - 1] + "L",
     "thirds": lambda n: "D" * (n // 3) + "L" * (n - n // 3),
+    # What a staged curriculum goes through on its way to `interleaved`.
+    "rotary": lambda n: "R" * n,
+    "half_interleaved": lambda n: ("DDDR" * n)[: n // 2] + "R" * (n - n // 2),
+    "interleaved_rotary": lambda n: ("DDDR" * n)[: n - 1] + "R",
+    "interleaved_third_rotary": lambda n: ("DDDLDDDLDDDR" * n)[: n - 1] + "LLR"[(n - 1) // 4 % 3],
 }
 
 
@@ -37,7 +45,7 @@ def positive(prefix: str, config: Any, *names: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
-    """Layers F, L and R."""
+    """Layers F, L, R and B."""
 
     heads: int
     head_dim: int
@@ -47,6 +55,7 @@ class AttentionConfig:
     rope_dim: int
     v_dim: int
     rope_theta: float
+    kv_share: int
 
     def __post_init__(self) -> None:
         names = [f.name for f in dataclasses.fields(self)]
@@ -199,11 +208,27 @@ class ModelConfig:
             f"model.layout={self.layout!r} has {len(self.letters)} letters but model.layers="
             f"{self.layers}; set --config.model.layers={len(self.letters)}",
         )
+        latent, share = sum(x in LATENT for x in self.letters), self.attention.kv_share
+        near = nearest_divisors(max(latent, 1), share)
+        require(
+            share == 1 or (latent > 0 and latent % share == 0),
+            f"model.attention.kv_share={share} does not divide the {latent} latent layers (letters "
+            f"{LATENT}) of model.layout; nearest: {near}",
+        )
 
     @property
     def letters(self) -> str:
         """The layout spelled out, one letter a layer."""
         return PRESETS[self.layout](self.layers) if self.layout in PRESETS else self.layout
+
+    @property
+    def follows(self) -> tuple[bool, ...]:
+        """For each layer: whether it reads the latent of another one (kv_share)."""
+        number, found = 0, []
+        for letter in self.letters:
+            found.append(letter in LATENT and number % self.attention.kv_share > 0)
+            number += letter in LATENT
+        return tuple(found)
 
     @property
     def moe_layers(self) -> int:
@@ -258,6 +283,8 @@ class TrainConfig:
 
     stage: str
     scale: str
+    architecture: str
+    init_from: str
     workdir: str
     seed: int
     context: int
@@ -277,6 +304,7 @@ class TrainConfig:
     optim: OptimConfig
 
     def __post_init__(self) -> None:
+        one_of("architecture", self.architecture, ARCHITECTURES)
         positive("config", self, "context", "batch", "accumulate", "steps")
         positive(
             "config",

@@ -6,7 +6,7 @@
 import math
 from typing import NamedTuple
 
-from mlmoe.config import ModelConfig, TrainConfig
+from mlmoe.config import LATENT, ModelConfig, TrainConfig
 
 PROJECTIONS = {"capped": 2, "swiglu": 2, "four": 3}  # input matrices of a gated MLP
 
@@ -18,13 +18,14 @@ class Parameters(NamedTuple):
     active: int
 
 
-def _mixer(c: ModelConfig, letter: str) -> int:
+def _mixer(c: ModelConfig, letter: str, follows: bool) -> int:
     a, i, D = c.attention, c.incremental, c.d_model
     if letter == "F":
         return 4 * D * a.heads * a.head_dim
-    if letter in "LR":
+    if letter in LATENT:
         q = D * a.q_rank + a.q_rank + a.q_rank * a.heads * (a.nope_dim + a.rope_dim)
-        kv = D * (a.kv_rank + a.rope_dim) + a.kv_rank + a.kv_rank * a.heads * (a.nope_dim + a.v_dim)
+        kv = a.kv_rank * a.heads * (a.nope_dim + a.v_dim)
+        kv += 0 if follows else D * (a.kv_rank + a.rope_dim) + a.kv_rank
         return q + kv + 2 * D * a.heads * a.v_dim
     H, K, V = i.heads, i.key_dim, i.value_dim
     width = i.slots if letter == "S" else K
@@ -57,10 +58,28 @@ def parameters(c: ModelConfig) -> Parameters:
     total = final + table * (1 if c.tie_head else 2)
     active = final + table + c.d_model
     for n, letter in enumerate(c.letters):
-        layer = _mixer(c, letter) + _residual(c) + 2 * c.d_model
+        layer = _mixer(c, letter, c.follows[n]) + _residual(c) + 2 * c.d_model
         channel = _channel(c, n < c.moe.dense_layers)
         total, active = total + layer + channel.total, active + layer + channel.active
     return Parameters(total, active)
+
+
+def cache_bytes(c: ModelConfig, tokens: int, width: int = 2) -> dict[str, int]:
+    """Bytes that decoding keeps of one sequence of `tokens`, of `width` bytes a number.
+
+    `latent` and `full` (keys and values of layers F) grow with the tokens; `state` does not: f32
+    matrices of the incremental layers and the last inputs of their convolutions.
+    """
+    a, i = c.attention, c.incremental
+    caches = sum(x in LATENT and not f for x, f in zip(c.letters, c.follows, strict=True))
+    state = {"D": i.key_dim * i.value_dim, "S": i.slots * (i.key_dim + i.value_dim)}
+    state["A"] = state["D"]
+    conv = (i.conv_width - 1) * (2 * i.key_dim + i.value_dim)
+    return {
+        "latent": caches * tokens * (a.kv_rank + a.rope_dim) * width,
+        "full": c.letters.count("F") * tokens * 2 * a.heads * a.head_dim * width,
+        "state": sum(i.heads * (4 * state[x] + width * conv) for x in c.letters if x in state),
+    }
 
 
 def training_bytes(config: TrainConfig) -> int:

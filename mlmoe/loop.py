@@ -35,6 +35,7 @@ from mlmoe.data.sources import open_corpus
 from mlmoe.data.tokenizers import check_vocab, make_tokenizer
 from mlmoe.errors import UserError
 from mlmoe.evaluate import evaluate
+from mlmoe.handover import hand_over, plan_hand_over
 from mlmoe.layers.balance import Starvation
 from mlmoe.metrics import MetricsLog, Progress, Values, to_host
 from mlmoe.report import final_report, read_summary
@@ -79,6 +80,7 @@ class Run:
         self.start_step = 0
         self.saved_step: int | None = None
         self.eval_step: Any = None
+        self.handed_over: dict[str, float] = {}  # held-out bits/byte around it
 
     def heldout(self, max_bytes: int) -> tuple[list[Batch], int]:
         """Held-out batches on the devices (none if data.heldout=0), and the bytes in them."""
@@ -96,10 +98,23 @@ class Run:
                     f"none of the checkpoints {damaged} in {self.workdir} is sound. Move them away "
                     "to start at step 0, or give --config.workdir=<another folder>"
                 )
-            return first_state(self.program, self.mesh)
+            return self.first_state()
         self.batches.set_state(found.data_state)
         self.start_step = self.saved_step = found.step
         return found.state
+
+    def first_state(self) -> TrainState:
+        """The state before step 0: fresh, or with the weights of `config.init_from`."""
+        if not self.config.init_from:
+            return first_state(self.program, self.mesh)
+        heldout = self.heldout(self.config.eval_bytes)
+        args = (self.config, self.program, self.mesh, heldout, self.stop.check)
+        state, before = hand_over(*args)
+        if heldout[0]:
+            after = self.evaluate(state, *heldout, print)["bits_per_byte"]
+            print(f"held-out bits/byte: {before:.4f} before the hand-over, {after:.4f} after it")
+            self.handed_over = {"bits_per_byte_before": before, "bits_per_byte": after}
+        return state
 
     def evaluate(
         self, state: TrainState, batches: list[Batch], n_bytes: int, say: Callable[[str], None]
@@ -134,6 +149,8 @@ def train(config: TrainConfig) -> None:
         check_same_run(run.meta, checkpoints.latest_meta(), config.workdir)
         if is_finished(run):
             return
+        if config.init_from and not checkpoints.directories():
+            plan_hand_over(config, run.program)  # refuses before anything is compiled
         print(run.corpus.describe())
         try:
             run_steps(run, *prepare(run))
@@ -170,6 +187,8 @@ def run_steps(run: Run, train_step: Any, state: TrainState) -> None:
     """The loop. Metrics of a step are read once the next is queued, so the device never waits."""
     config, step = run.config, run.start_step
     log = MetricsLog(run.workdir, step)
+    if run.handed_over:
+        log.write("handover", step, run.handed_over)
     progress = Progress(config.steps, step)
     heldout, n_bytes = run.heldout(config.eval_bytes)
     bytes_per_token = n_bytes / count_targets(heldout) if heldout else float("nan")

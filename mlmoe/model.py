@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from mlmoe.config import ModelConfig
 from mlmoe.data.batch import Batch
+from mlmoe.layers.attention import Latent
 from mlmoe.layers.balance import first_routing
 from mlmoe.layers.layer import Layer, LayerSpec, Stream
 from mlmoe.layers.norm import RMSNorm
@@ -46,7 +47,10 @@ def blocks(config: ModelConfig) -> list[list[Segment]]:
     size = config.residual.size if config.residual.kind == "block" else config.layers
     specs = [
         LayerSpec(
-            letter, i < config.moe.dense_layers, config.residual.kind == "block" and i % size == 0
+            letter=letter,
+            dense=i < config.moe.dense_layers,
+            starts_block=config.residual.kind == "block" and i % size == 0,
+            follows=config.follows[i],
         )
         for i, letter in enumerate(config.letters)
     ]
@@ -118,7 +122,7 @@ class LM(nn.Module):
         x_BTD = jnp.take(table_WD, tokens_BT, axis=0).astype(self.dtype)
         x_BTD = constrain(x_BTD, "batch", "time", "embed")
         k = c.residual.size if c.residual.kind == "window" else 0
-        stream = Stream(x_BTD, (jnp.zeros_like(x_BTD),) * k)
+        stream = Stream(x_BTD, (jnp.zeros_like(x_BTD),) * k, self._no_latent(x_BTD))
         sources: tuple[jax.Array, ...] = ()
         stats, row = [], 0
         for b, block in enumerate(blocks(c)):
@@ -143,6 +147,14 @@ class LM(nn.Module):
             head_DW,
             jax.tree.map(lambda *x: jnp.concatenate(x), *stats) if stats else None,
         )
+
+    def _no_latent(self, x_BTD: jax.Array) -> Latent | None:
+        """What is carried where latents are shared, until the first layer makes one."""
+        a = self.config.attention
+        if a.kv_share == 1:
+            return None
+        rows = x_BTD.shape[:2]
+        return Latent(*(jnp.zeros((*rows, w), self.dtype) for w in (a.kv_rank, a.rope_dim)))
 
     def _segment(self, name, segment, stream, sources, document_BT, positions_BT, routing):  # type: ignore[no-untyped-def]
         r = segment.repeats

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -28,6 +28,17 @@ def load_trained(workdir: str, mesh: jax.sharding.Mesh) -> Trained:
     Raises:
       UserError: there is no such folder, no sound checkpoint in it, or one of another version.
     """
+    config = read_config(workdir)
+    program = make_program(config)
+    with Checkpoints(Path(workdir).expanduser(), keep=1) as checkpoints:
+        found = checkpoints.restore(abstract_state(program, mesh))
+    if found is None:
+        raise UserError(f"no checkpoint in {workdir} is sound")
+    return Trained(config, program, found.state, found.step)
+
+
+def read_config(workdir: str) -> TrainConfig:
+    """The config stored with the newest complete checkpoint in `workdir`; reads no array."""
     path = Path(workdir).expanduser()
     if not (path / "checkpoints").is_dir():
         near = sorted(str(p.parent) for p in path.parent.glob("*/checkpoints"))
@@ -37,17 +48,7 @@ def load_trained(workdir: str, mesh: jax.sharding.Mesh) -> Trained:
         meta = checkpoints.latest_meta()
         if meta is None:
             raise UserError(f"no checkpoint in {workdir} is complete")
-        config = stored_config(meta["config"], workdir)
-        program = make_program(config)
-        found_state = checkpoints.restore(abstract_state(program, mesh))
-    if found_state is None:
-        raise UserError(f"no checkpoint in {workdir} is sound")
-    return Trained(config, program, found_state.state, found_state.step)
-
-
-def stored_config(stored: dict[str, Any], workdir: str) -> TrainConfig:
-    """The config of a checkpoint, checked against the fields that there are now."""
     try:
-        return from_dict(TrainConfig, json.loads(json.dumps(stored)))
+        return from_dict(TrainConfig, json.loads(json.dumps(meta["config"])))
     except UserError as e:
         raise UserError(f"{workdir} was made by another version of this program: {e}") from e

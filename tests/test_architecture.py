@@ -22,9 +22,11 @@ RANKS = (
     ("metrics", "optim"),
     ("step",),
     ("checkpoint", "manifest"),
-    ("evaluate", "generate"),
+    ("evaluate", "generate", "convert"),
+    ("surgery",),
     ("build",),
     ("report", "trained"),
+    ("handover",),
     ("loop",),
 )
 

@@ -1,12 +1,17 @@
-"""Softmax attention: F (full, RoPE), L and R (gated latent attention, NoPE and RoPE).
+"""Softmax attention: F (full, RoPE), and gated latent attention: L (NoPE), R (RoPE), B (ALiBi).
 
 Latent attention caches one latent c_T (and one shared key) in place of per-head keys and values:
 
     q = W_uq RMSNorm(W_dq x),   [c, k_r] = W_dkv x,   [k_n, v] = W_ukv RMSNorm(c)
     o = softmax(q . [k_n, k_r] / sqrt(nope + rope)) v,   y = W_o [sigmoid(W_g x) * o]
 
-In L the `rope` channels are kept but not rotated; in R they carry the position.
+In L and B the `rope` channels are kept but not rotated; in R they carry the position. B takes
+m_h (i - j) from the score of query i and key j, m_h = 2^(-8 h / H), h = 1 .. H (arXiv 2108.12409).
+With kv_share = n, the first of n consecutive latent layers makes c and k_r, and the others read
+them: only W_ukv, which turns them into keys and values, is every layer's own.
 """
+
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -22,13 +27,30 @@ SECTIONS = 2  # a row's queries in so many parts, each against the keys up to it
 QUERY_BLOCK = 1024  # longer sections go through in blocks of so many queries, recomputed backward
 
 
-def attend(
-    q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHV: jax.Array, document_BT: jax.Array
-) -> jax.Array:
-    """softmax(q k^T / sqrt(K)) v over earlier tokens of the same document; 0 at padding.
+class Latent(NamedTuple):
+    """What a latent layer caches, and layers that share it read."""
 
-    Scores, softmax and their gradient are float32. Sections spare 1/4 of the work on tokens that
-    are never seen. Scores of a long row exist for 1024 queries at a time: memory is linear in T.
+    c_BTR: jax.Array  # normalised
+    shared_BTP: jax.Array  # the key of all heads, not rotated
+
+
+def alibi_slopes(heads: int) -> jax.Array:
+    """m_h = 2^(-8 h / H), h = 1 .. H."""
+    return 2.0 ** (-8.0 * jnp.arange(1, heads + 1, dtype=jnp.float32) / heads)
+
+
+def attend(
+    q_BTHK: jax.Array,
+    k_BTHK: jax.Array,
+    v_BTHV: jax.Array,
+    document_BT: jax.Array,
+    slope_H: jax.Array | None = None,
+) -> jax.Array:
+    """softmax(q k^T / sqrt(K) - slope * distance) v over earlier tokens of the same document.
+
+    0 at padding. Scores, softmax and their gradient are float32. Sections spare 1/4 of the work on
+    tokens that are never seen. Scores of a long row exist for 1024 queries at a time: memory is
+    linear in T.
     """
     T, K = q_BTHK.shape[1], q_BTHK.shape[-1]
     q_BTHK = q_BTHK * K**-0.5
@@ -36,26 +58,30 @@ def attend(
     parts = []
     for start in range(0, T, size):
         end = min(start + size, T)
-        seen = (x[:, :end] for x in (k_BTHK, v_BTHV, document_BT))
-        parts.append(_attend_section(q_BTHK[:, start:end], *seen))
+        k, v, document = (x[:, :end] for x in (k_BTHK, v_BTHV, document_BT))
+        parts.append(_attend_section(q_BTHK[:, start:end], k, v, document, slope_H))
     return jnp.concatenate(parts, axis=1)
 
 
 def _attend_section(
-    q_BQHK: jax.Array, k_BSHK: jax.Array, v_BSHV: jax.Array, document_BS: jax.Array
+    q_BQHK: jax.Array,
+    k_BSHK: jax.Array,
+    v_BSHV: jax.Array,
+    document_BS: jax.Array,
+    slope_H: jax.Array | None,
 ) -> jax.Array:
     """The last Q queries of a row of S tokens."""
     Q, S = q_BQHK.shape[1], k_BSHK.shape[1]
     row_Q = jnp.arange(S - Q, S)
     if Q <= QUERY_BLOCK:
-        return _attend_rows(q_BQHK, row_Q, k_BSHK, v_BSHV, document_BS)
+        return _attend_rows(q_BQHK, row_Q, k_BSHK, v_BSHV, document_BS, slope_H)
     pad = -Q % QUERY_BLOCK  # the last query again, cut off afterwards
     index_NC = jnp.minimum(jnp.arange(Q + pad), Q - 1).reshape(-1, QUERY_BLOCK)
     q_NBCHK = jnp.moveaxis(jnp.take(q_BQHK, index_NC, axis=1), 1, 0)
 
     @jax.checkpoint
     def block(x: tuple[jax.Array, jax.Array]) -> jax.Array:
-        return _attend_rows(*x, k_BSHK, v_BSHV, document_BS)
+        return _attend_rows(*x, k_BSHK, v_BSHV, document_BS, slope_H)
 
     o_NBCHV = jax.lax.map(block, (q_NBCHK, row_Q[index_NC]))
     o_BQHV = jnp.moveaxis(o_NBCHV, 0, 1).reshape(q_BQHK.shape[0], Q + pad, *v_BSHV.shape[2:])
@@ -68,10 +94,14 @@ def _attend_rows(
     k_BSHK: jax.Array,
     v_BSHV: jax.Array,
     document_BS: jax.Array,
+    slope_H: jax.Array | None,
 ) -> jax.Array:
     score_BHQS = jnp.einsum("BQHK,BSHK->BHQS", q_BQHK, k_BSHK, preferred_element_type=jnp.float32)
     document_BQ = jnp.take(document_BS, row_Q, axis=1)
-    earlier_QS = row_Q[:, None] >= jnp.arange(k_BSHK.shape[1])[None]
+    distance_QS = row_Q[:, None] - jnp.arange(k_BSHK.shape[1])[None]
+    if slope_H is not None:
+        score_BHQS -= jnp.einsum("H,QS->HQS", slope_H, distance_QS.astype(jnp.float32))[None]
+    earlier_QS = distance_QS >= 0
     seen_BQS = (document_BQ[:, :, None] == document_BS[:, None]) & earlier_QS[None]
     p_BHQS = jax.nn.softmax(jnp.where(seen_BQS[:, None], score_BHQS, -1e30), axis=-1)
     o_BQHV = jnp.einsum("BHQS,BSHV->BQHV", p_BHQS.astype(v_BSHV.dtype), v_BSHV)
@@ -101,37 +131,49 @@ class FullAttention(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Layers L (`rotary=False`) and R (`rotary=True`): gated multi-head latent attention."""
+    """Layers L, R and B: gated multi-head latent attention. `shared` is the latent of the layer
+    that this one follows, or None where it makes its own; returns y and the latent."""
 
     config: ModelConfig
     dtype: jnp.dtype
-    rotary: bool
+    letter: str
 
     @nn.compact
     def __call__(
-        self, x_BTD: jax.Array, document_BT: jax.Array, positions_BT: jax.Array
-    ) -> jax.Array:
+        self,
+        x_BTD: jax.Array,
+        document_BT: jax.Array,
+        positions_BT: jax.Array,
+        shared: Latent | None = None,
+    ) -> tuple[jax.Array, Latent]:
         c, D, eps = self.config.attention, self.config.d_model, self.config.norm_eps
         H, V, Q, R, N, P = c.heads, c.v_dim, c.q_rank, c.kv_rank, c.nope_dim, c.rope_dim
         w_dq = param(self, "w_dq", fan_in(D), (D, Q), "embed rank")
         w_uq = param(self, "w_uq", fan_in(Q), (Q, H, N + P), "rank heads key")
-        w_dkv = param(self, "w_dkv", fan_in(D), (D, R + P), "embed rank")
         w_ukv = param(self, "w_ukv", fan_in(R), (R, H, N + V), "rank heads key")
         w_gate = param(self, "w_gate", fan_in(D), (D, H, V), "embed heads value")
         w_o = param(self, "w_o", fan_in(H * V, OUT), (H, V, D), "heads value embed")
 
         q_BTQ = RMSNorm(eps, name="q_norm")(project("BTD,DQ->BTQ", x_BTD, w_dq))
         q_BTHK = project("BTQ,QHK->BTHK", q_BTQ, w_uq)
-        c_BTR, shared_BTP = jnp.split(project("BTD,DR->BTR", x_BTD, w_dkv), [R], axis=-1)
-        c_BTR = RMSNorm(eps, name="kv_norm")(c_BTR)
-        k_BTHN, v_BTHV = jnp.split(project("BTR,RHK->BTHK", c_BTR, w_ukv), [N], axis=-1)
-        k_BT1P = shared_BTP[:, :, None]
-        if self.rotary:
+        latent = self._latent(x_BTD) if shared is None else shared
+        k_BTHN, v_BTHV = jnp.split(project("BTR,RHK->BTHK", latent.c_BTR, w_ukv), [N], axis=-1)
+        k_BT1P = latent.shared_BTP[:, :, None]
+        if self.letter == "R":
             q_BTHN, q_BTHP = jnp.split(q_BTHK, [N], axis=-1)
             q_BTHP = rotate(q_BTHP, positions_BT, c.rope_theta)
             q_BTHK = jnp.concatenate([q_BTHN, q_BTHP], axis=-1)
             k_BT1P = rotate(k_BT1P, positions_BT, c.rope_theta)
         k_BTHP = jnp.broadcast_to(k_BT1P, (*k_BTHN.shape[:3], P))
-        o_BTHV = attend(q_BTHK, jnp.concatenate([k_BTHN, k_BTHP], axis=-1), v_BTHV, document_BT)
+        k_BTHK = jnp.concatenate([k_BTHN, k_BTHP], axis=-1)
+        slope_H = alibi_slopes(H) if self.letter == "B" else None
+        o_BTHV = attend(q_BTHK, k_BTHK, v_BTHV, document_BT, slope_H)
         gate_BTHV = jax.nn.sigmoid(project("BTD,DHV->BTHV", x_BTD, w_gate))
-        return project("BTHV,HVD->BTD", gate_BTHV * o_BTHV, w_o)
+        return project("BTHV,HVD->BTD", gate_BTHV * o_BTHV, w_o), latent
+
+    def _latent(self, x_BTD: jax.Array) -> Latent:
+        c, D = self.config.attention, self.config.d_model
+        R, P = c.kv_rank, c.rope_dim
+        w_dkv = param(self, "w_dkv", fan_in(D), (D, R + P), "embed rank")
+        c_BTR, shared_BTP = jnp.split(project("BTD,DR->BTR", x_BTD, w_dkv), [R], axis=-1)
+        return Latent(RMSNorm(self.config.norm_eps, name="kv_norm")(c_BTR), shared_BTP)

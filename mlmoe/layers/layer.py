@@ -11,8 +11,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from mlmoe.config import ModelConfig
-from mlmoe.layers.attention import FullAttention, LatentAttention
+from mlmoe.config import LATENT, ModelConfig
+from mlmoe.layers.attention import FullAttention, Latent, LatentAttention
 from mlmoe.layers.incremental import IncrementalAttention
 from mlmoe.layers.latent_moe import LatentMoE
 from mlmoe.layers.mlp import MLP
@@ -27,6 +27,7 @@ class LayerSpec(NamedTuple):
     letter: str
     dense: bool
     starts_block: bool  # its mixer reads completed blocks only: the running sum is still empty
+    follows: bool  # reads the latent of the latent layer before it
 
 
 class Stream(NamedTuple):
@@ -34,14 +35,15 @@ class Stream(NamedTuple):
 
     running_BTD: jax.Array  # sum of sublayer outputs; since the block's start for block residuals
     window: tuple[jax.Array, ...]  # the last mixer outputs [B, T, D], for window residuals
+    latent: Latent | None  # of the last latent layer that made one; None unless they are shared
 
 
 def make_mixer(config: ModelConfig, dtype: jnp.dtype, letter: str) -> nn.Module:
-    """The token mixer of a layout letter; all take (x, document, positions)."""
+    """The token mixer of a layout letter; all take (x, document, positions), latent ones more."""
     if letter == "F":
         return FullAttention(config, dtype, name="mixer")
-    if letter in "LR":
-        return LatentAttention(config, dtype, rotary=letter == "R", name="mixer")
+    if letter in LATENT:
+        return LatentAttention(config, dtype, letter, name="mixer")
     return IncrementalAttention(config, dtype, letter, name="mixer")
 
 
@@ -62,11 +64,16 @@ class Layer(nn.Module):
         routing: Routing | None,
     ) -> tuple[Stream, RouterStats | None]:
         c, eps = self.config, self.config.norm_eps
-        running_BTD, window = stream
+        running_BTD, window, latent = stream
         empty = self.spec.starts_block
         x_BTD = self._read("mixer_read", sources, None if empty else running_BTD)
         mixer = make_mixer(c, self.dtype, self.spec.letter)
-        a_BTD = mixer(RMSNorm(eps, name="mixer_norm")(x_BTD), document_BT, positions_BT)
+        inputs = (RMSNorm(eps, name="mixer_norm")(x_BTD), document_BT, positions_BT)
+        if self.spec.letter in LATENT:
+            a_BTD, made = mixer(*inputs, latent if self.spec.follows else None)
+            latent = None if latent is None else made
+        else:
+            a_BTD = mixer(*inputs)
         running_BTD = a_BTD if empty else running_BTD + a_BTD
         if window:
             running_BTD = running_BTD + WindowSum(self.dtype, name="window")(window)
@@ -76,11 +83,11 @@ class Layer(nn.Module):
         y_BTD = RMSNorm(eps, name="channel_norm")(y_BTD)
         if self.spec.dense:
             mlp = MLP(c.moe.dense_hidden, c.moe.activation, self.dtype, name="channel")
-            return Stream(running_BTD + mlp(y_BTD), window), None
+            return Stream(running_BTD + mlp(y_BTD), window, latent), None
         assert routing is not None
         moe = LatentMoE(c, self.dtype, name="channel")
         m_BTD, stats = moe(y_BTD, document_BT, routing)
-        return Stream(running_BTD + m_BTD, window), stats
+        return Stream(running_BTD + m_BTD, window, latent), stats
 
     def _read(
         self, name: str, sources: tuple[jax.Array, ...], running_BTD: jax.Array | None

@@ -53,6 +53,11 @@ def test_every_named_config_is_valid(name: str) -> None:
         ({"model__incremental__g_min": -6.0}, r"must be in \[-5, 0\)"),
         ({"model__incremental__memory_max": 1.0}, "memory_min"),
         ({"model__attention__rope_dim": 7}, "nearest: 6 or 8"),
+        (
+            {"model__attention__kv_share": 2},
+            "kv_share=2 does not divide the 1 latent .* nearest: 1$",
+        ),
+        ({"model__attention__kv_share": 0}, "kv_share=0: must be greater than 0"),
         ({"model__vocab": 300, "model__vocab_chunk": 128}, "nearest vocab: 256"),
         ({"batch": 6, "accumulate": 4}, "nearest batch: 8"),
         ({"data__source": "web"}, "stdlib"),

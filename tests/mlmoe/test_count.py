@@ -6,7 +6,7 @@ import pytest
 import configs
 from configs.scales import SCALES
 from mlmoe.config import ModelConfig, TrainConfig, from_dict
-from mlmoe.count import parameters, training_bytes
+from mlmoe.count import cache_bytes, parameters, training_bytes
 from mlmoe.model import make_model
 from tests.mlmoe.test_model import residual, small
 
@@ -16,7 +16,7 @@ def declared(config: ModelConfig) -> int:
     return sum(x.size for x in jax.tree.leaves(shapes))
 
 
-@pytest.mark.parametrize(("layout", "kind"), [("FLR", "none"), ("DAS", "block"), ("DL", "window")])
+@pytest.mark.parametrize(("layout", "kind"), [("FLRB", "none"), ("DAS", "block"), ("DL", "window")])
 def test_every_letter_and_residual(layout: str, kind: str) -> None:
     config = residual(small(layout, tie_head=kind == "none"), kind, 2)
     assert parameters(config).total == declared(config)
@@ -45,3 +45,24 @@ def test_the_full_scale_is_the_published_one() -> None:
     assert count.active == pytest.approx(104e9, rel=5e-3)
     assert count.active / count.total == pytest.approx(0.037, abs=5e-4)
     assert config.model.letters.count("L") == 24 and config.model.letters.count("D") == 69
+
+
+def test_shared_latents_cut_the_cache_by_their_number() -> None:
+    """In bytes: 24 latent layers of 512 + 64 bf16 numbers a token at the full scale."""
+    c = configs.load("8k").model
+    c.attention.kv_share = 3
+    shared = from_dict(ModelConfig, c.to_dict())
+    c.attention.kv_share = 1
+    alone = from_dict(ModelConfig, c.to_dict())
+    a, b = cache_bytes(alone, 1 << 20), cache_bytes(shared, 1 << 20)
+    assert a["latent"] == 24 * (1 << 20) * 576 * 2 == 3 * b["latent"]
+    assert a["state"] == b["state"] == cache_bytes(alone, 1)["state"]
+    assert a["state"] == 69 * 96 * (4 * 128 * 128 + 2 * 3 * 3 * 128)
+    assert parameters(shared).total < parameters(alone).total
+
+
+def test_followers_are_counted() -> None:
+    from tests.mlmoe.test_model import shared_latents
+
+    config = shared_latents("DLRDLB", 2)
+    assert parameters(config).total == declared(config)

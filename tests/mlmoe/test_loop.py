@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -188,3 +189,31 @@ def test_only_damaged_checkpoints_are_not_overwritten(config_file: Path, tmp_pat
     (tmp_path / "checkpoints" / "50").mkdir(parents=True)
     out = finish(start(config_file, tmp_path), 2)
     assert "damaged" in out and "[50]" in out and (tmp_path / "checkpoints" / "50").exists()
+
+
+def test_a_run_starts_from_another_ones_weights(
+    config_file: Path, whole_run: tuple[Path, str], tmp_path: Path
+) -> None:
+    """The same model: everything is carried and the loss stays; resumed, it starts nothing over."""
+    same_temperature = "--config.model.moe.temperature=0.5"
+    more = (f"--config.init_from={whole_run[0]}", "--config.steps=2", same_temperature)
+    out = finish(start(config_file, tmp_path / "next", *more))
+    assert f"starting from step 14 of {whole_run[0]}" in out and "converted" not in out
+    before, after = re.findall(r"bits/byte: (\S+) before the hand-over, (\S+) after", out)[0]
+    assert before == after
+    assert "finished" in finish(start(config_file, tmp_path / "next", *more))
+    records = map(json.loads, (tmp_path / "next" / "metrics.jsonl").read_text().splitlines())
+    assert [r["kind"] for r in records] == ["handover", "train", "train", "eval"]
+
+
+def test_a_hand_over_that_cannot_be_is_refused_before_compiling(
+    config_file: Path, whole_run: tuple[Path, str], tmp_path: Path
+) -> None:
+    origin = f"--config.init_from={whole_run[0]}"
+    for change, says in (
+        ("--config.model.d_model=24", "embedding: is (264, 16) in the old model, (264, 24)"),
+        ("--config.model.layout=LL", "there is no way from incremental attention, delta"),
+        (f"--config.init_from={tmp_path}", "is not the folder of a run"),
+    ):
+        out = finish(start(config_file, tmp_path / "next", origin, change), 2)
+        assert says in out and "Traceback" not in out and "compiling" not in out

@@ -14,7 +14,7 @@ from mlmoe.data.batch import Batch
 from mlmoe.layers.balance import first_routing
 from mlmoe.layers.layer import LayerSpec
 from mlmoe.loss import cross_entropy
-from mlmoe.model import Segment, make_model, segments
+from mlmoe.model import Segment, blocks, make_model, segments
 
 
 def small(layout: str = "DL", **changes: Any) -> ModelConfig:
@@ -77,7 +77,7 @@ ROW = [[1] * 12 + [2] * 17 + [0] * 4]
 
 @pytest.mark.parametrize(
     ("layout", "kind"),
-    [*((letter * 2, "none") for letter in "FLRDAS"), ("DL", "block"), ("DL", "window")],
+    [*((letter * 2, "none") for letter in "FLRBDAS"), ("DL", "block"), ("DL", "window")],
 )
 def test_every_letter_and_residual_learns_everywhere(layout: str, kind: str) -> None:
     config = residual(small(layout), kind, 1)
@@ -164,9 +164,9 @@ def _plain_stack(config: ModelConfig, params: Any, data: Batch) -> float:
 
     config = residual(config, "none", 1)
     f32 = jnp.dtype("float32")
-    period = (LayerSpec("D", False, False), LayerSpec("L", False, False))
+    period = (LayerSpec("D", False, False, False), LayerSpec("L", False, False, False))
     x = jnp.take(params["embedding"], data.tokens_BT, axis=0)
-    stream, documents = Stream(x, ()), document_ids(data.segment_ids_BT)
+    stream, documents = Stream(x, (), None), document_ids(data.segment_ids_BT)
     routing = first_routing(config.moe, 2)
     for i in range(3):
         p = {"params": params[f"block{i}_0"]}
@@ -178,14 +178,45 @@ def _plain_stack(config: ModelConfig, params: Any, data: Batch) -> float:
 
 
 def test_segments_cover_the_stack_in_order() -> None:
-    d, l = LayerSpec("D", False, False), LayerSpec("L", False, False)
-    first = LayerSpec("D", True, False)
+    d, l = LayerSpec("D", False, False, False), LayerSpec("L", False, False, False)
+    first = LayerSpec("D", True, False, False)
     assert segments([first, d, l, d, l]) == [Segment((first,), 1), Segment((d, l), 2)]
     assert segments([d, d, d, l] * 5) == [Segment((d, d, d, l), 5)]
     rng = np.random.default_rng(0)
     for _ in range(50):
         specs = [(d, l, first)[i] for i in rng.integers(0, 3, size=rng.integers(1, 14))]
         assert [s for g in segments(specs) for _ in range(g.repeats) for s in g.period] == specs
+
+
+def shared_latents(layout: str, share: int) -> ModelConfig:
+    config = residual(small(layout), "none", 1)
+    attention = dataclasses.replace(config.attention, kv_share=share)
+    return dataclasses.replace(config, attention=attention)
+
+
+def test_layers_that_share_a_latent_make_it_once() -> None:
+    config = shared_latents("DLRDLB", 2)
+    assert config.follows == (False, False, True, False, False, True)
+    params = make_model(config).init(jax.random.key(0))
+    names = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
+    assert sum("w_dkv" in n for n in names) == 2 and sum("w_ukv" in n for n in names) == 4
+    (loss, _), grads = loss_and_grad(config, batch(ROW), params)
+    assert np.isfinite(float(loss))
+    for path, grad in jax.tree_util.tree_leaves_with_path(grads):
+        assert float(jnp.abs(grad).max()) > 0.0, jax.tree_util.keystr(path)
+
+
+def test_a_scan_hands_latents_on() -> None:
+    """Leader and follower in one scanned period, and a group that spans two repeats of one."""
+    for layout, share, repeats in (("LLLLLL", 2, 3), ("DLDLDL", 3, None)):
+        config = shared_latents(layout, share)
+        moe = dataclasses.replace(config.moe, dense_layers=0)
+        config = dataclasses.replace(config, moe=moe)
+        (loss, _), _ = loss_and_grad(config, batch(ROW))
+        remat = dataclasses.replace(config, remat="full")
+        np.testing.assert_allclose(loss_and_grad(remat, batch(ROW))[0][0], loss, rtol=1e-6)
+        if repeats:
+            assert [s.repeats for s in blocks(config)[0]] == [repeats]
 
 
 def test_tied_head_shares_the_embedding() -> None:

@@ -24,6 +24,7 @@ from mlmoe.data.documents import (
 from mlmoe.data.files import TextFiles
 from mlmoe.data.jsonl import JsonLines
 from mlmoe.data.records import ArrayRecord, Parquet
+from mlmoe.data.task_documents import TaskDocuments
 from mlmoe.data.token_file import TokenFiles
 from mlmoe.data.tokenizers import Tokenizer
 from mlmoe.errors import UserError
@@ -89,15 +90,19 @@ class Corpus:
         return "\n".join(lines)
 
 
-def open_corpus(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
-    """Opens, checks and splits every source of `config`. Raises UserError for bad input."""
+def open_corpus(config: DataConfig, tokenizer: Tokenizer, *, context: int = 256) -> Corpus:
+    """Opens, checks and splits every source of `config`. Raises UserError for bad input.
+
+    `context` is the length of the longest example of source 'tasks', unless its path says another.
+    """
     bad = BadDocuments(config.on_bad)
     parts = []
     for source, path, weight in config.parts():
         name = f"{source}:{path}" if path else source
         try:
-            documents = _open(source, path, config, tokenizer, bad)
-            if documents.n_bytes <= READ_WHOLE_BYTES:
+            documents = _open(source, path, config, tokenizer, context, bad)
+            # Tasks are made when they are read: 65,536 at once would take seconds.
+            if documents.n_bytes <= READ_WHOLE_BYTES and source != "tasks":
                 documents = Loaded(documents, bad)
         except OSError as e:
             raise UserError(f"{name}: {e.filename or path}: {e.strerror or e}") from None
@@ -119,7 +124,12 @@ def open_corpus(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
 
 
 def _open(
-    source: str, path: str, config: DataConfig, tokenizer: Tokenizer, bad: BadDocuments
+    source: str,
+    path: str,
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    context: int,
+    bad: BadDocuments,
 ) -> Documents:
     match source:
         case "stdlib":
@@ -132,6 +142,8 @@ def _open(
             return Parquet(path, config.text_field, bad)
         case "arrayrecord":
             return ArrayRecord(path, bad)
+        case "tasks":
+            return TaskDocuments(path, context, tokenizer)
         case _:
             return TokenFiles(path, config.bin_dtype, tokenizer, bad)
 

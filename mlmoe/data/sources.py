@@ -54,14 +54,13 @@ class Subset:
 
 @dataclass(frozen=True)
 class Part:
-    """One source of the corpus. `heldout_keys` [held-out documents] uint64 is ascending."""
+    """One source of the corpus; its held-out documents are in the order of their keys."""
 
     name: str
     weight: float  # share of the training tokens, before normalising
     documents: Documents
     train: Subset
     heldout: Subset
-    heldout_keys: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ def open_corpus(config: DataConfig, tokenizer: Tokenizer, *, context: int = 256)
         if not len(documents):
             reasons = ", ".join(f"{n} {r}" for r, n in bad.counts.items()) or "nothing in it"
             raise UserError(f"{name}: no usable document ({reasons})")
-        train, heldout, keys = _split(documents, config.heldout, name)
+        train, heldout = _split(documents, config.heldout, name)
         parts.append(
             Part(
                 name=name,
@@ -117,7 +116,6 @@ def open_corpus(config: DataConfig, tokenizer: Tokenizer, *, context: int = 256)
                 documents=documents,
                 train=Subset(documents, train, bad),
                 heldout=Subset(documents, heldout, bad),
-                heldout_keys=keys,
             )
         )
     return Corpus(config, tuple(parts), bad)
@@ -156,10 +154,8 @@ def _between_copies(keys: np.ndarray, count: int) -> int:
     return int(above[0] if len(above) else cuts[-1] if len(cuts) else 0)
 
 
-def _split(
-    documents: Documents, heldout: float, name: str
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Indices of training documents (ascending) and held-out ones (by key), and those keys."""
+def _split(documents: Documents, heldout: float, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Indices of training documents (ascending) and of held-out ones (by key)."""
     keys = documents.keys()
     order = np.argsort(keys, kind="stable")
     count = int(np.sum(keys < np.uint64(heldout * 2.0**64)))
@@ -170,5 +166,4 @@ def _split(
         count = _between_copies(keys[order], min(max(count, 1), len(keys) - 1))
         if not count:
             raise UserError(f"{name}: all {len(keys):,} documents are copies of one; add others")
-    chosen = order[:count]
-    return np.sort(order[count:]), chosen, keys[chosen]
+    return np.sort(order[count:]), order[:count]

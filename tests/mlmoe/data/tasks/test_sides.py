@@ -42,5 +42,5 @@ def test_examples_are_functions_of_their_number_and_fit(name):
 def test_unknown_tasks_and_short_lengths_are_refused():
     with pytest.raises(UserError, match=r"task='needle'.*'needle_multi'"):
         evaluation_example("needle", 400, seed=0, number=0)
-    with pytest.raises(UserError, match="parity: a length of 11 .*: 12$"):
+    with pytest.raises(UserError, match=r"parity: a length of 11 .*: 12$"):
         evaluation_example("parity", 11, seed=0, number=0)

@@ -67,7 +67,7 @@ def test_the_tokens_before_it_give_each_answer(name):
             example = TOKEN_TASKS[name](length, seed=seed)
             check(name, example)
             assert length - 3 < len(example.tokens) <= length
-            assert 0 <= example.tokens.min() and example.tokens.max() < 256
+            assert example.tokens.min() >= 0 and example.tokens.max() < 256
 
 
 @pytest.mark.parametrize("name", TOKEN_TASKS)
@@ -85,7 +85,7 @@ def test_mqar_is_zoologys_layout():
         check("mqar", example)
         tokens = example.tokens
         keys, values = tokens[0 : 2 * pairs : 2], tokens[1 : 2 * pairs : 2]
-        assert len(set(keys)) == pairs and 1 <= keys.min() and keys.max() < vocab // 2
+        assert len(set(keys)) == pairs and keys.min() >= 1 and keys.max() < vocab // 2
         assert vocab // 2 <= values.min() and values.max() < vocab
         asked = tokens[np.flatnonzero(example.answer) - 1]
         assert sorted(asked) == sorted(keys) and len(tokens) == length
@@ -111,11 +111,11 @@ def test_gaps_of_mqar_follow_the_power_law():
 def test_sizes_that_cannot_be_are_refused():
     with pytest.raises(UserError, match="128 pairs of 127 keys"):
         symbols.mqar(4096, seed=0, pairs=128)
-    with pytest.raises(UserError, match="mqar: a length of 30 .*: 32$"):
+    with pytest.raises(UserError, match=r"mqar: a length of 30 .*: 32$"):
         symbols.mqar(30, seed=0, pairs=8)
-    with pytest.raises(UserError, match="palindrome: a vocabulary of 2 .*: 3$"):
+    with pytest.raises(UserError, match=r"palindrome: a vocabulary of 2 .*: 3$"):
         symbols.palindrome(30, seed=0, vocab=2)
-    with pytest.raises(UserError, match="stack: a vocabulary of 64 .*: 68$"):
+    with pytest.raises(UserError, match=r"stack: a vocabulary of 64 .*: 68$"):
         symbols.stack(30, seed=0, vocab=64)
     with pytest.raises(UserError, match="modulus=1"):
         symbols.modular(30, seed=0, modulus=1)

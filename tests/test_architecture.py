@@ -24,7 +24,7 @@ RANKS = (
     ("checkpoint", "manifest"),
     ("evaluate", "generate"),
     ("build",),
-    ("report", "trained"),
+    ("report", "task_eval", "trained"),
     ("loop",),
 )
 

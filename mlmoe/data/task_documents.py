@@ -42,7 +42,8 @@ class TaskDocuments:
         self.n_bytes = int(self._lengths.sum()) - 2 * DOCUMENTS  # at most: examples may be shorter
         # The first examples stand for how all are made: a change of that is another corpus.
         first = b"".join(content_bytes(self[i]) for i in range(2 * self._n))
-        self.files = ((f"{','.join(self._tasks)}:{longest} {stable_hash(first):x}", DOCUMENTS),)
+        name = f"{','.join(self._tasks)}:{longest} {stable_hash(first):x}"
+        self.files: tuple[tuple[str, int], ...] = ((name, DOCUMENTS),)
 
     @property
     def _n(self) -> int:

@@ -41,6 +41,7 @@ from pallas_kernels.libtpu import describe_no_tpu
 
 BYTES = ByteTokenizer()
 POSITION_ROWS = 32
+TICK_SECONDS = 15.0
 ACCURACY = "accuracy ± s.e."
 
 
@@ -131,13 +132,17 @@ def score_tasks(
     for length in lengths if args.tasks else ():
         size = rows_at(length, args.examples, evaluator.mesh)
         print(f"compiling for {length} tokens, {size} rows at a time ...", flush=True)
+        began = time.perf_counter()
         step = stop.run(partial(evaluator.compile_answers, size, length, BYTES.vocab_size))
+        print(f"ready after {time.perf_counter() - began:.1f} s", flush=True)
         for name in args.tasks:
             for depth in args.depths if name in DEPTH_TASKS else (None,):
                 began = time.perf_counter()
+                where = "" if depth is None else f", depth {depth:g}"
+                what = f"{name}, {length} tokens{where}"
                 examples = examples_of(args, name, length, depth)
-                measure = partial(evaluator.score, step, examples, size, length, stop.check)
-                score = stop.run(measure)
+                tick = Ticker(stop, what, size, args.examples).tick
+                score = stop.run(partial(evaluator.score, step, examples, size, length, tick))
                 row = {
                     "task": name,
                     "length": length,
@@ -148,9 +153,23 @@ def score_tasks(
                     "seed": args.seed,
                 }
                 rows.append(row)
-                where = "" if depth is None else f", depth {depth:g}"
                 took = time.perf_counter() - began
-                print(f"{name}, {length} tokens{where}: {shown(row)} ({took:.1f} s)", flush=True)
+                print(f"{what}: {shown(row)} ({took:.1f} s)", flush=True)
+
+
+class Ticker:
+    """Called before each batch: stops where that is asked for, and says how far a long wait is."""
+
+    def __init__(self, stop: StopSignal, what: str, rows: int, total: int):
+        self.stop, self.what, self.rows, self.total = stop, what, rows, total
+        self.done, self.said = 0, time.perf_counter()
+
+    def tick(self) -> None:
+        self.stop.check()
+        if time.perf_counter() - self.said > TICK_SECONDS:
+            self.said = time.perf_counter()
+            print(f"{self.what}: {self.done} of {self.total} done", flush=True)
+        self.done += self.rows
 
 
 def examples_of(
@@ -233,7 +252,8 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
         )
         chunk = config.model.vocab_chunk
         step = stop.run(partial(evaluator.compile_positions, size, texts.length, chunk))
-        measure = partial(evaluator.loss_by_position, step, texts.pieces, size, stop.check)
+        tick = Ticker(stop, "loss by position", size, len(texts.pieces)).tick
+        measure = partial(evaluator.loss_by_position, step, texts.pieces, size, tick)
         loss = stop.run(measure)
         report_positions(loss, config.context, out)
 
@@ -246,7 +266,7 @@ def main(argv: list[str]) -> int:
         with StopSignal() as stop:
             run(args, stop)
     except Stopped as e:
-        print(f"\nstopped by {e}")
+        print(f"\nstopped by {e}; scores that were done by then are written")
         leave(e.code)  # what still runs in a thread ends with the process
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
@@ -260,4 +280,9 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    try:
+        exit_code = main(sys.argv[1:])
+    except KeyboardInterrupt:
+        print("\nstopped by SIGINT before anything was measured")
+        exit_code = 130
+    leave(exit_code)  # whatever still runs in a thread must not speak after the end

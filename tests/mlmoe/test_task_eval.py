@@ -141,7 +141,7 @@ class Real(NamedTuple):
 
 @pytest.fixture(scope="module")
 def real() -> Real:
-    """In training an expert takes no more than the mean. The head is drawn: zeros say nothing."""
+    """In training an expert takes no more than the mean. The head is drawn anew, as if trained."""
     c = configs.load("8k:tiny").model
     c.update(d_model=16, layout="L", layers=1)
     c.attention.update(heads=1, head_dim=8, q_rank=8, kv_rank=8, nope_dim=6, rope_dim=2, v_dim=8)

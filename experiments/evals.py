@@ -243,7 +243,7 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
     try:
         score_tasks(args, lengths, evaluator, stop, rows)
     finally:
-        if rows:
+        if rows and jax.process_index() == 0:
             report_tasks(rows, out)
     if texts.pieces:
         size = rows_at(texts.length, len(texts.pieces), mesh)
@@ -255,7 +255,8 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
         tick = Ticker(stop, "loss by position", size, len(texts.pieces)).tick
         measure = partial(evaluator.loss_by_position, step, texts.pieces, size, tick)
         loss = stop.run(measure)
-        report_positions(loss, config.context, out)
+        if jax.process_index() == 0:
+            report_positions(loss, config.context, out)
 
 
 def main(argv: list[str]) -> int:
@@ -266,7 +267,7 @@ def main(argv: list[str]) -> int:
         with StopSignal() as stop:
             run(args, stop)
     except Stopped as e:
-        print(f"\nstopped by {e}; scores that were done by then are written")
+        print(f"\nstopped by {e}")
         leave(e.code)  # what still runs in a thread ends with the process
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)

@@ -112,8 +112,8 @@ def model() -> ConfigDict:
 
 def data() -> ConfigDict:
     d = ConfigDict()
-    d.source = "stdlib"  # stdlib, files, jsonl, parquet, arrayrecord or bin
-    d.path = ""  # file, folder or glob; empty for stdlib
+    d.source = "stdlib"  # stdlib, files, jsonl, parquet, arrayrecord, bin or tasks
+    d.path = ""  # file, folder or glob; empty for stdlib; tasks: names, as in passkey,mqar:2048
     d.mixture = ()  # ((source, path, weight), ...) in place of source and path
     d.text_field = "text"  # jsonl, parquet: the column that holds the text
     d.tokenizer = "bytes"  # or the path of a Hugging Face tokenizer.json

@@ -61,7 +61,7 @@ class Run:
         self.mesh = make_mesh(expert=config.mesh.expert)
         self.tokenizer = make_tokenizer(config.data.tokenizer)
         check_vocab(self.tokenizer, config.model.vocab)
-        self.corpus = open_corpus(config.data, self.tokenizer)
+        self.corpus = open_corpus(config.data, self.tokenizer, context=config.context)
         self.sizes = {"context": config.context, "batch_size": config.batch}
         processes = {"process_index": jax.process_index(), "process_count": jax.process_count()}
         self.heldout_args = {"tokenizer": self.tokenizer, **self.sizes, **processes}

@@ -24,19 +24,8 @@ class LossSums(NamedTuple):
 def cross_entropy(
     x_BTD: jax.Array, head_DW: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array, chunk: int
 ) -> LossSums:
-    """Sums of the loss over a batch; at most [B, T, chunk] logits exist at a time.
-
-    The vocabulary goes through in chunks with a running maximum and sum (as in flash attention);
-    each chunk's logits are recomputed in the backward pass. One chunk (W <= chunk) keeps them.
-    """
-    W = head_DW.shape[1]
-    if chunk >= W:
-        logits = _logits(x_BTD, head_DW)
-        lse_BT = jax.nn.logsumexp(logits, axis=-1)
-        target_BT = jnp.take_along_axis(logits, targets_BT[..., None], axis=-1)[..., 0]
-        best_BT = jnp.max(logits, axis=-1)
-    else:
-        lse_BT, target_BT, best_BT = _chunked(x_BTD, head_DW, targets_BT, chunk)
+    """Sums of the loss over a batch; at most [B, T, chunk] logits exist at a time."""
+    lse_BT, target_BT, best_BT = token_logits(x_BTD, head_DW, targets_BT, chunk)
     hit_BT = (target_BT >= best_BT).astype(jnp.float32)
     return LossSums(
         nats=jnp.sum(weights_BT * (lse_BT - target_BT)),
@@ -46,7 +35,23 @@ def cross_entropy(
     )
 
 
-def _logits(x_BTD: jax.Array, head_DW: jax.Array) -> jax.Array:
+def token_logits(
+    x_BTD: jax.Array, head_DW: jax.Array, targets_BT: jax.Array, chunk: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of each token's logits their logsumexp, the target's and the largest, [B, T] f32 each.
+
+    The vocabulary goes through in chunks with a running maximum and sum (as in flash attention);
+    each chunk's logits are recomputed in the backward pass. One chunk (W <= chunk) keeps them.
+    """
+    if chunk < head_DW.shape[1]:
+        return _chunked(x_BTD, head_DW, targets_BT, chunk)
+    all_BTW = logits(x_BTD, head_DW)
+    target_BT = jnp.take_along_axis(all_BTW, targets_BT[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(all_BTW, axis=-1), target_BT, jnp.max(all_BTW, axis=-1)
+
+
+def logits(x_BTD: jax.Array, head_DW: jax.Array) -> jax.Array:
+    """[B, T, W] in float32."""
     return jnp.einsum(
         "BTD,DW->BTW", x_BTD, head_DW.astype(x_BTD.dtype), preferred_element_type=jnp.float32
     )
@@ -62,7 +67,7 @@ def _chunked(
     def step(carry, piece):  # type: ignore[no-untyped-def]
         best_BT, sum_BT, target_BT = carry
         head_DC, first = piece
-        logits_BTC = _logits(x_BTD, head_DC)
+        logits_BTC = logits(x_BTD, head_DC)
         # The shift by the running maximum cancels in the gradient; it only guards exp.
         new_BT = jnp.maximum(best_BT, jax.lax.stop_gradient(jnp.max(logits_BTC, axis=-1)))
         sum_BT = sum_BT * jnp.exp(best_BT - new_BT) + jnp.sum(

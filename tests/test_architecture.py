@@ -25,7 +25,7 @@ RANKS = (
     ("evaluate", "generate", "convert"),
     ("surgery",),
     ("build",),
-    ("report", "trained"),
+    ("report", "task_eval", "trained"),
     ("handover",),
     ("loop",),
 )

@@ -51,7 +51,7 @@ def _short(value: Any) -> str:
 def plot_curves(
     points: Mapping[str, tuple[Any, Any]], path: Path, labels: Mapping[str, str]
 ) -> None:
-    """PNG of one line an arm over the steps; `labels` are matplotlib's of the axes."""
+    """PNG of one line an arm; `labels` are matplotlib's of the axes (xlabel: step, by default)."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -60,7 +60,7 @@ def plot_curves(
     figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
     for name, (x, y) in points.items():
         axis.plot(x, y, label=name)
-    axis.set(xlabel="step", **labels)
+    axis.set(**{"xlabel": "step", **labels})
     axis.legend()
     save_figure(figure, path)
     plt.close(figure)

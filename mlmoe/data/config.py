@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from mlmoe.errors import UserError, one_of
 
-SOURCES = ("stdlib", "files", "jsonl", "parquet", "arrayrecord", "bin")
+SOURCES = ("stdlib", "files", "jsonl", "parquet", "arrayrecord", "bin", "tasks")
 PACKINGS = ("split", "best_fit")
 ON_BAD = ("raise", "skip")
 BIN_DTYPES = ("uint16", "uint32")
@@ -16,7 +16,7 @@ class DataConfig:
     """Every choice about data; the defaults and what they mean to a user are in configs/base.py."""
 
     source: str
-    path: str  # a file, a folder or a glob; '' for stdlib
+    path: str  # a file, a folder or a glob; '' for stdlib; names of tasks for tasks
     mixture: tuple[tuple[str, str, float], ...]  # (source, path, share of tokens)
     text_field: str
     tokenizer: str  # 'bytes' or the path of a tokenizer.json
@@ -41,6 +41,9 @@ class DataConfig:
             raise UserError("data.text_field is empty; name the field that holds the text")
         for source, path, weight in self.parts():
             one_of("data.source", source, SOURCES)
+            if source == "tasks" and not path:
+                message = "data.path is empty; source 'tasks' needs names of tasks"
+                raise UserError(f"{message}, such as 'passkey,needle_multi'")
             if source != "stdlib" and not path:
                 raise UserError(f"data.path is empty; source {source!r} needs a file, folder, glob")
             if source == "stdlib" and path:

@@ -12,7 +12,6 @@ is the same for every batch size.
 
 import bisect
 import heapq
-import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -31,6 +30,8 @@ def heldout_texts(corpus: Corpus, *, tokenizer: Tokenizer, max_bytes: int) -> li
 
     The order is random in effect, so a cap is an unbiased sample. It ends at the first
     document that does not fit: going on with smaller ones would favour short documents.
+    The sources of a mixture have their weights' shares of the bytes, as in training: a share of the
+    documents would leave next to nothing of one with few and long documents.
     """
     return [text for _, text in _chosen(corpus, tokenizer, max_bytes)]
 
@@ -74,17 +75,18 @@ def cut(tokens: np.ndarray, length: int) -> list[np.ndarray]:
 
 def _chosen(corpus: Corpus, tokenizer: Tokenizer, max_bytes: int) -> Iterator[tuple[Document, str]]:
     """(document as stored, its text) of the sample that `heldout_texts` describes."""
-    keyed = [
-        zip(part.heldout_keys.tolist(), itertools.repeat(part.heldout), itertools.count())
-        for part in corpus.parts
-    ]
+    waiting = [(0.0, number, iter(part.heldout)) for number, part in enumerate(corpus.parts)]
     total = 0
-    for _, documents, index in heapq.merge(*keyed, key=lambda entry: entry[0]):
-        document = documents[index]
+    while waiting:
+        taken, number, documents = heapq.heappop(waiting)
+        document = next(documents, None)
+        if document is None:
+            continue
+        size = _text_bytes(tokenizer, document)
+        heapq.heappush(waiting, (taken + size / corpus.parts[number].weight, number, documents))
         if not len(document):
             continue
         text = document if isinstance(document, str) else tokenizer.decode(document)
-        size = _text_bytes(tokenizer, document)
         total += size
         if total > max_bytes and total > size:
             return

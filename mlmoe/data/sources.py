@@ -24,6 +24,7 @@ from mlmoe.data.documents import (
 from mlmoe.data.files import TextFiles
 from mlmoe.data.jsonl import JsonLines
 from mlmoe.data.records import ArrayRecord, Parquet
+from mlmoe.data.task_documents import TaskDocuments
 from mlmoe.data.token_file import TokenFiles
 from mlmoe.data.tokenizers import Tokenizer
 from mlmoe.errors import UserError
@@ -53,14 +54,13 @@ class Subset:
 
 @dataclass(frozen=True)
 class Part:
-    """One source of the corpus. `heldout_keys` [held-out documents] uint64 is ascending."""
+    """One source of the corpus; its held-out documents are in the order of their keys."""
 
     name: str
     weight: float  # share of the training tokens, before normalising
     documents: Documents
     train: Subset
     heldout: Subset
-    heldout_keys: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -89,22 +89,26 @@ class Corpus:
         return "\n".join(lines)
 
 
-def open_corpus(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
-    """Opens, checks and splits every source of `config`. Raises UserError for bad input."""
+def open_corpus(config: DataConfig, tokenizer: Tokenizer, *, context: int = 256) -> Corpus:
+    """Opens, checks and splits every source of `config`. Raises UserError for bad input.
+
+    `context` is the length of the longest example of source 'tasks', unless its path says another.
+    """
     bad = BadDocuments(config.on_bad)
     parts = []
     for source, path, weight in config.parts():
         name = f"{source}:{path}" if path else source
         try:
-            documents = _open(source, path, config, tokenizer, bad)
-            if documents.n_bytes <= READ_WHOLE_BYTES:
+            documents = _open(source, path, config, tokenizer, context, bad)
+            # Tasks are made when they are read: 65,536 at once would take seconds.
+            if documents.n_bytes <= READ_WHOLE_BYTES and source != "tasks":
                 documents = Loaded(documents, bad)
         except OSError as e:
             raise UserError(f"{name}: {e.filename or path}: {e.strerror or e}") from None
         if not len(documents):
             reasons = ", ".join(f"{n} {r}" for r, n in bad.counts.items()) or "nothing in it"
             raise UserError(f"{name}: no usable document ({reasons})")
-        train, heldout, keys = _split(documents, config.heldout, name)
+        train, heldout = _split(documents, config.heldout, name)
         parts.append(
             Part(
                 name=name,
@@ -112,14 +116,18 @@ def open_corpus(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
                 documents=documents,
                 train=Subset(documents, train, bad),
                 heldout=Subset(documents, heldout, bad),
-                heldout_keys=keys,
             )
         )
     return Corpus(config, tuple(parts), bad)
 
 
 def _open(
-    source: str, path: str, config: DataConfig, tokenizer: Tokenizer, bad: BadDocuments
+    source: str,
+    path: str,
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    context: int,
+    bad: BadDocuments,
 ) -> Documents:
     match source:
         case "stdlib":
@@ -132,6 +140,8 @@ def _open(
             return Parquet(path, config.text_field, bad)
         case "arrayrecord":
             return ArrayRecord(path, bad)
+        case "tasks":
+            return TaskDocuments(path, context, tokenizer)
         case _:
             return TokenFiles(path, config.bin_dtype, tokenizer, bad)
 
@@ -144,10 +154,8 @@ def _between_copies(keys: np.ndarray, count: int) -> int:
     return int(above[0] if len(above) else cuts[-1] if len(cuts) else 0)
 
 
-def _split(
-    documents: Documents, heldout: float, name: str
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Indices of training documents (ascending) and held-out ones (by key), and those keys."""
+def _split(documents: Documents, heldout: float, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Indices of training documents (ascending) and of held-out ones (by key)."""
     keys = documents.keys()
     order = np.argsort(keys, kind="stable")
     count = int(np.sum(keys < np.uint64(heldout * 2.0**64)))
@@ -158,5 +166,4 @@ def _split(
         count = _between_copies(keys[order], min(max(count, 1), len(keys) - 1))
         if not count:
             raise UserError(f"{name}: all {len(keys):,} documents are copies of one; add others")
-    chosen = order[:count]
-    return np.sort(order[count:]), chosen, keys[chosen]
+    return np.sort(order[count:]), order[:count]

@@ -20,6 +20,7 @@ from mlmoe.layers.norm import RMSNorm
 from mlmoe.layers.param import OUT, Named, fan_in, param
 from mlmoe.layers.residual import DepthRead
 from mlmoe.layers.router import RouterStats, Routing
+from mlmoe.layers.sample import COLLECTION
 from mlmoe.sharding import constrain
 from pallas_kernels.bounded_decay import document_ids
 
@@ -154,7 +155,7 @@ class LM(nn.Module):
             return period(stream, sources, document_BT, positions_BT, routing)
         scan = nn.scan(
             body,
-            variable_axes={"params": 0},
+            variable_axes={"params": 0, COLLECTION: 0},
             split_rngs={"params": True},
             in_axes=(nn.broadcast, nn.broadcast, nn.broadcast, 0),
             length=r,

@@ -25,6 +25,8 @@ def get_config() -> ConfigDict:
     c.keep = 3  # newest checkpoints kept
     c.final_eval_bytes = 16 << 20  # the same for the evaluation at the end
     c.sample_tokens = 200  # tokens of the text sample at the end; 0 for none
+    c.state_check_every = 1_000  # steps between comparisons of the states with float64; 0: never
+    c.state_error_max = 1e-2  # a warning where a state's relative error is larger
     c.mesh = mesh()
     c.model = model()
     c.data = data()

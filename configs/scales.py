@@ -16,6 +16,7 @@ def small(c: ConfigDict) -> None:
     c.scale = "small"
     c.context //= 4
     c.batch, c.steps, c.eval_every, c.save_every = 16, 5_000, 500, 500
+    c.state_check_every = 500
     m = c.model
     m.update(layers=12, vocab=512, vocab_chunk=512, d_model=512, remat="dots")
     m.attention.update(heads=8, head_dim=64, q_rank=256, kv_rank=128, nope_dim=48, rope_dim=16)
@@ -32,7 +33,7 @@ def tiny(c: ConfigDict) -> None:
     c.scale = "tiny"
     c.context //= TINY_CONTEXT
     c.batch, c.steps, c.eval_every, c.save_every = 8, 1_500, 500, 500
-    c.eval_bytes = 1 << 16
+    c.state_check_every, c.eval_bytes = 500, 1 << 16
     m = c.model
     m.update(layout="DL", layers=2, vocab=264, vocab_chunk=264, d_model=128, remat="none")
     m.attention.update(heads=2, head_dim=64, q_rank=64, kv_rank=64, nope_dim=48, rope_dim=16)

@@ -271,13 +271,15 @@ class TrainConfig:
     keep: int
     final_eval_bytes: int
     sample_tokens: int
+    state_check_every: int
+    state_error_max: float
     mesh: MeshConfig
     model: ModelConfig
     data: DataConfig
     optim: OptimConfig
 
     def __post_init__(self) -> None:
-        positive("config", self, "context", "batch", "accumulate", "steps")
+        positive("config", self, "context", "batch", "accumulate", "steps", "state_error_max")
         positive(
             "config",
             self,
@@ -288,7 +290,9 @@ class TrainConfig:
             "keep",
             "final_eval_bytes",
         )
-        require(self.sample_tokens >= 0, f"sample_tokens={self.sample_tokens}: must be >= 0")
+        for name in ("sample_tokens", "state_check_every"):
+            value = getattr(self, name)
+            require(value >= 0, f"{name}={value}: must be >= 0; 0 for none")
         require(
             self.batch % self.accumulate == 0,
             f"batch={self.batch} rows cannot be cut into accumulate={self.accumulate} equal "

@@ -78,7 +78,7 @@ def test_pieces_of_any_length_equal_the_whole(letter: str, sizes: tuple[int, ...
     assert np.sqrt(np.mean((y - want) ** 2) / np.mean(want**2)) < 1e-6
 
 
-@pytest.mark.parametrize("letter", ["D", pytest.param("S", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("letter", ["A", *(pytest.param(x, marks=pytest.mark.slow) for x in "DS")])
 def test_unequal_prompts_go_on_where_they_end(letter: str) -> None:
     """8 rows on 8 devices: prompts of 0 to 7 tokens, padded to 8, then 4 tokens more each."""
     whole, extend = functions(letter)

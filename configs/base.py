@@ -27,6 +27,8 @@ def get_config() -> ConfigDict:
     c.keep = 3  # newest checkpoints kept
     c.final_eval_bytes = 16 << 20  # the same for the evaluation at the end
     c.sample_tokens = 200  # tokens of the text sample at the end; 0 for none
+    c.state_check_every = 1_000  # steps between comparisons of the states with float64; 0: never
+    c.state_error_max = 1e-2  # a warning where a state's relative error is larger
     c.mesh = mesh()
     c.model = model()
     c.data = data()
@@ -37,7 +39,7 @@ def get_config() -> ConfigDict:
 def next_stage(c: ConfigDict, name: str, context: int, batch: int, steps: int) -> None:
     """A later stage of the curriculum: longer rows, fewer of them, a fifth of the learning rate."""
     c.update(stage=name, context=context, batch=batch, steps=steps)
-    c.update(eval_every=steps // 10, save_every=steps // 10)
+    c.update(eval_every=steps // 10, save_every=steps // 10, state_check_every=steps // 10)
     c.optim.update(lr=c.optim.lr / 5, adam_lr=c.optim.adam_lr / 5, warmup=steps // 20)
 
 

@@ -15,7 +15,7 @@ def _shrink(c: ConfigDict, rows: int, steps: float, saves: int) -> None:
     """`rows` times fewer rows a step, this share of the steps, and `saves` checkpoints in all."""
     c.batch = max(1, c.batch // rows)
     c.steps = round(c.steps * steps)
-    c.eval_every = c.save_every = max(1, c.steps // saves)
+    c.eval_every = c.save_every = c.state_check_every = max(1, c.steps // saves)
     c.optim.warmup = c.steps // 30
 
 

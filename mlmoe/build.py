@@ -13,6 +13,7 @@ from mlmoe.data.batch import Batch
 from mlmoe.evaluate import make_eval_step
 from mlmoe.layers.router import Routing
 from mlmoe.model import Model, make_model
+from mlmoe.precision import make_probe
 from mlmoe.sharding import sharding, tree_specs
 from mlmoe.step import TrainState, init_state, make_train_step
 
@@ -105,6 +106,15 @@ def compile_eval(config: TrainConfig, program: Program, mesh: jax.sharding.Mesh)
     batch = abstract_batch(config, mesh)
     with jax.set_mesh(mesh):
         return step.lower(state.params, state.routing, batch).compile(compiler_options())
+
+
+def compile_probe(config: TrainConfig, program: Program, mesh: jax.sharding.Mesh) -> Any:
+    """The executable probe of the states: (params, routing, batch) -> samples by layer."""
+    state = abstract_state(program, mesh)
+    probe = jax.jit(make_probe(config.model), out_shardings=sharding(mesh))
+    batch = abstract_batch(config, mesh)
+    with jax.set_mesh(mesh):
+        return probe.lower(state.params, state.routing, batch).compile(compiler_options())
 
 
 def first_state(program: Program, mesh: jax.sharding.Mesh) -> TrainState:

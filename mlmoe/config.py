@@ -13,28 +13,10 @@ from typing import Any
 
 from mlmoe.data.config import DataConfig
 from mlmoe.errors import one_of, require
+from mlmoe.layout import LATENT, LETTERS, PRESETS
 
-LETTERS = {
-    "F": "full softmax attention",
-    "L": "latent attention without positions (NoPE)",
-    "R": "latent attention with RoPE",
-    "B": "latent attention with ALiBi",
-    "D": "incremental attention, delta update",
-    "A": "incremental attention, additive update",
-    "S": "incremental attention, slot read-out",
-}
-LATENT = "LRB"
 BALANCE = ("quantile", "quantile_sign", "capacity", "sign", "aux_loss", "none")
 ARCHITECTURES = ("fixed", "staged")
-PRESETS = {
-    "interleaved": lambda n: ("DDDL" * n)[: n - 1] + "L",
-    "thirds": lambda n: "D" * (n // 3) + "L" * (n - n // 3),
-    # What a staged curriculum goes through on its way to `interleaved`.
-    "rotary": lambda n: "R" * n,
-    "half_interleaved": lambda n: ("DDDR" * n)[: n // 2] + "R" * (n - n // 2),
-    "interleaved_rotary": lambda n: ("DDDR" * n)[: n - 1] + "R",
-    "interleaved_third_rotary": lambda n: ("DDDLDDDLDDDR" * n)[: n - 1] + "LLR"[(n - 1) // 4 % 3],
-}
 
 
 def positive(prefix: str, config: Any, *names: str) -> None:
@@ -298,6 +280,8 @@ class TrainConfig:
     keep: int
     final_eval_bytes: int
     sample_tokens: int
+    state_check_every: int
+    state_error_max: float
     mesh: MeshConfig
     model: ModelConfig
     data: DataConfig
@@ -305,7 +289,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         one_of("architecture", self.architecture, ARCHITECTURES)
-        positive("config", self, "context", "batch", "accumulate", "steps")
+        positive("config", self, "context", "batch", "accumulate", "steps", "state_error_max")
         positive(
             "config",
             self,
@@ -316,7 +300,9 @@ class TrainConfig:
             "keep",
             "final_eval_bytes",
         )
-        require(self.sample_tokens >= 0, f"sample_tokens={self.sample_tokens}: must be >= 0")
+        for name in ("sample_tokens", "state_check_every"):
+            value = getattr(self, name)
+            require(value >= 0, f"{name}={value}: must be >= 0; 0 for none")
         require(
             self.batch % self.accumulate == 0,
             f"batch={self.batch} rows cannot be cut into accumulate={self.accumulate} equal "

@@ -6,7 +6,8 @@
 import math
 from typing import NamedTuple
 
-from mlmoe.config import LATENT, ModelConfig, TrainConfig
+from mlmoe.config import ModelConfig, TrainConfig
+from mlmoe.layout import LATENT
 
 PROJECTIONS = {"capped": 2, "swiglu": 2, "four": 3}  # input matrices of a gated MLP
 

@@ -1,7 +1,7 @@
 """Training, from a config to a trained checkpoint: the page to read first.
 
     open data -> compile -> restore or init -> for each step: batch, step, read the step before,
-    evaluate, save -> report
+    evaluate, check the states, save -> report
 
 Stopping anywhere leaves a complete checkpoint or nothing.
 """
@@ -20,6 +20,7 @@ from mlmoe.build import (
     Program,
     abstract_state,
     compile_eval,
+    compile_probe,
     compile_train,
     first_state,
     make_program,
@@ -37,7 +38,9 @@ from mlmoe.errors import UserError
 from mlmoe.evaluate import evaluate
 from mlmoe.handover import hand_over, plan_hand_over
 from mlmoe.layers.balance import Starvation
+from mlmoe.layout import INCREMENTAL
 from mlmoe.metrics import MetricsLog, Progress, Values, to_host
+from mlmoe.precision import alarm, describe, measure
 from mlmoe.report import final_report, read_summary
 from mlmoe.sharding import make_mesh
 from mlmoe.step import Metrics, TrainState
@@ -48,6 +51,7 @@ from mlmoe.workdir import Workdir
 MAY_CHANGE = {
     *("workdir", "steps", "log_every", "eval_every", "eval_bytes", "final_eval_bytes"),
     *("save_every", "keep", "sample_tokens", "data.path", "data.prefetch", "data.on_bad"),
+    *("state_check_every", "state_error_max"),
     *("mesh.expert", "model.moe.transport"),
 }
 
@@ -81,6 +85,9 @@ class Run:
         self.saved_step: int | None = None
         self.eval_step: Any = None
         self.handed_over: dict[str, float] = {}  # held-out bits/byte around it
+        self.probe: Any = None
+        has_states = any(letter in INCREMENTAL for letter in config.model.letters)
+        self.check_every = config.state_check_every if has_states else 0
 
     def heldout(self, max_bytes: int) -> tuple[list[Batch], int]:
         """Held-out batches on the devices (none if data.heldout=0), and the bytes in them."""
@@ -126,6 +133,24 @@ class Run:
             self.eval_step = self.stop.run(build)
         args = (state.params, state.routing, batches, n_bytes, self.stop.check)
         return evaluate(self.eval_step, *args)
+
+    def check_states(
+        self,
+        step: int,
+        state: TrainState,
+        batch: Batch,
+        log: MetricsLog,
+        say: Callable[[str], None],
+    ) -> None:
+        """Logs the error of the recurrences' states, and warns; compiles the probe first."""
+        if self.probe is None:
+            say("compiling the check of the states ...")
+            build = lambda: compile_probe(self.config, self.program, self.mesh)  # noqa: E731
+            self.probe = self.stop.run(build)
+        samples = self.probe(state.params, state.routing, put(batch, self.mesh))
+        values = measure(self.config.model, samples)
+        log.write("state", step, values)
+        say(f"step {step}: {alarm(values, self.config.state_error_max) or describe(values)}")
 
     def save(self, step: int, state: TrainState) -> None:
         """Saves `state` and the position in the data in the background, once a step."""
@@ -209,6 +234,10 @@ def run_steps(run: Run, train_step: Any, state: TrainState) -> None:
                 values = run.evaluate(state, heldout, n_bytes, progress.say)
                 log.write("eval", step, values)
                 progress.say(f"step {step}: held-out bits/byte {values['bits_per_byte']:.4f}")
+                reader.restart_clock()
+            if run.check_every and step % run.check_every == 0:
+                reader.flush()
+                run.check_states(step, state, batch, log, progress.say)
                 reader.restart_clock()
         progress.close()
         run.checkpoints.wait()

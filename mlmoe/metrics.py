@@ -64,7 +64,10 @@ class MetricsLog:
             self._board = _Board(workdir / "tensorboard", start_step + 1)
 
     def write(self, kind: str, step: int, values: Values) -> None:
-        """One record; `kind` is train or eval. Raises UserError where the disk takes no more."""
+        """One record; `kind` is train, eval or state.
+
+        Raises UserError where the disk takes no more.
+        """
         with _writing(self.path):
             self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
             self._file.flush()
@@ -195,7 +198,8 @@ def plot_losses(records: list[dict[str, Any]], baselines: dict[str, float], path
             fontsize=8,
         )
     axis.set(xlabel="step", ylabel="bits per byte", title="loss")
-    low = min([*baselines.values(), *(r["bits_per_byte"] for r in records)], default=1.0)
+    bits = [r["bits_per_byte"] for r in records if r["kind"] in ("train", "eval")]
+    low = min([*baselines.values(), *bits], default=1.0)
     axis.set_ylim(max(0.0, low - 0.3), 5.0)
     axis.legend()
     figure.savefig(path, dpi=120)

@@ -5,7 +5,7 @@ The stack is cut into blocks (one, unless block residuals are on) and each block
 layers and not their number. Everything below this file is flax; everything above sees functions.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -21,6 +21,7 @@ from mlmoe.layers.norm import RMSNorm
 from mlmoe.layers.param import OUT, Named, fan_in, param
 from mlmoe.layers.residual import DepthRead
 from mlmoe.layers.router import RouterStats, Routing
+from mlmoe.layers.sample import COLLECTION
 from mlmoe.sharding import constrain
 from pallas_kernels.bounded_decay import document_ids
 
@@ -71,6 +72,15 @@ def segments(specs: Sequence[LayerSpec]) -> list[Segment]:
         found.append(best)
         i += len(best.period) * best.repeats
     return found
+
+
+def layer_places(config: ModelConfig) -> Iterator[tuple[str, str, int, int]]:
+    """For each layer: its segment, its name in the period, which repeat it is, of how many."""
+    for b, block in enumerate(blocks(config)):
+        for s, segment in enumerate(block):
+            for repeat in range(segment.repeats):
+                for i, spec in enumerate(segment.period):
+                    yield f"block{b}_{s}", f"{spec.letter}{i}", repeat, segment.repeats
 
 
 class Period(nn.Module):
@@ -166,7 +176,7 @@ class LM(nn.Module):
             return period(stream, sources, document_BT, positions_BT, routing)
         scan = nn.scan(
             body,
-            variable_axes={"params": 0},
+            variable_axes={"params": 0, COLLECTION: 0},
             split_rngs={"params": True},
             in_axes=(nn.broadcast, nn.broadcast, nn.broadcast, 0),
             length=r,

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mlmoe.config import LATENT, LETTERS, ModelConfig
+from mlmoe.config import ModelConfig
 from mlmoe.convert import CONVERTED, attention_to_incremental
 from mlmoe.errors import UserError
-from mlmoe.model import blocks
+from mlmoe.layout import INCREMENTAL, LATENT, LETTERS
+from mlmoe.model import layer_places
 from mlmoe.step import TrainState
 
 # Parts that the old model may lack: at their first values they change nothing.
@@ -31,15 +32,6 @@ class Move(NamedTuple):
     name: str
     how: str
     note: str
-
-
-def layer_places(config: ModelConfig) -> Iterator[tuple[str, str, int, int]]:
-    """For each layer: its segment, its name in the period, which repeat it is, of how many."""
-    for b, block in enumerate(blocks(config)):
-        for s, segment in enumerate(block):
-            for repeat in range(segment.repeats):
-                for i, spec in enumerate(segment.period):
-                    yield f"block{b}_{s}", f"{spec.letter}{i}", repeat, segment.repeats
 
 
 def by_name(config: ModelConfig, tree: Any) -> dict[str, Any]:
@@ -126,7 +118,7 @@ def _into_incremental(
 ) -> Move:
     """A tensor of an attention layer's successor. `F`, `L`, `R`, `B` -> `D`, `A`, `S`."""
     was, now = letters
-    if was in "DAS" or now not in "DAS":
+    if was in INCREMENTAL or now not in INCREMENTAL:
         return Move(name, "refused", f"there is no way from {LETTERS[was]} to {LETTERS[now]}")
     a, i = old.attention, new.incremental
     heads, width = (a.heads, i.heads), (a.head_dim if was == "F" else a.v_dim, i.value_dim)

@@ -12,7 +12,7 @@ FILES = sorted(p for name in PACKAGES for p in (ROOT / name).rglob("*.py"))
 # A file of mlmoe imports only from its own rank or from those before it.
 RANKS = (
     ("errors",),
-    ("data.config",),
+    ("data.config", "layout"),
     ("config",),
     ("sharding", "count", "stop", "workdir"),
     ("data",),
@@ -22,8 +22,8 @@ RANKS = (
     ("metrics", "optim"),
     ("step",),
     ("checkpoint", "manifest"),
-    ("evaluate", "generate", "convert"),
-    ("surgery",),
+    ("evaluate", "generate", "convert", "precision"),
+    ("surgery", "stream"),
     ("build",),
     ("report", "task_eval", "trained"),
     ("handover",),

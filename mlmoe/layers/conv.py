@@ -22,14 +22,54 @@ def short_conv(x_BTC: jax.Array, w_JC: jax.Array, document_BT: jax.Array) -> jax
     return y_BTC
 
 
+def after(
+    history_BJC: jax.Array, x_BTC: jax.Array, document_BT: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """x and its documents with J earlier inputs before them, which the first document continues."""
+    J, real_BT = history_BJC.shape[1], document_BT > 0
+    first_B1 = jnp.take_along_axis(document_BT, jnp.argmax(real_BT, 1)[:, None], 1)
+    earlier_BJ = jnp.broadcast_to(first_B1, (first_B1.shape[0], J))
+    joined = jnp.concatenate([history_BJC.astype(x_BTC.dtype), x_BTC], 1)
+    return joined, jnp.concatenate([earlier_BJ, document_BT], 1)
+
+
+def last_inputs(x_BTC: jax.Array, document_BT: jax.Array, J: int) -> jax.Array:
+    """The J inputs up to the last real token, 0 where they are of another document.
+
+    x begins with a history of J, as `after` makes it: without a real token that is what is kept.
+    """
+    time_T = jnp.arange(x_BTC.shape[1])
+    real_BT = (document_BT > 0) & (time_T >= J)[None]
+    last_B1 = jnp.max(jnp.where(real_BT, time_T[None], J - 1), 1, keepdims=True)
+    at_BJ = last_B1 + jnp.arange(1 - J, 1)[None]
+    same_BJ = jnp.take_along_axis(document_BT, at_BJ, 1) == jnp.take_along_axis(
+        document_BT, jnp.maximum(last_B1, 0), 1
+    )
+    kept_BJC = jnp.take_along_axis(x_BTC, at_BJ[..., None], 1)
+    return jnp.where(same_BJ[..., None], kept_BJC, 0)
+
+
 class ShortConv(nn.Module):
-    """SiLU of a `short_conv` of `width` tokens, one filter a channel."""
+    """SiLU of a `short_conv` of `width` tokens, one filter a channel.
+
+    `history_BJHK`, the width - 1 inputs before x, makes x the continuation of a sequence. Returns
+    what is the history of the tokens that follow, None if none was given.
+    """
 
     width: int
 
     @nn.compact
-    def __call__(self, x_BTHK: jax.Array, document_BT: jax.Array) -> jax.Array:
+    def __call__(
+        self, x_BTHK: jax.Array, document_BT: jax.Array, history_BJHK: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
         B, T, H, K = x_BTHK.shape
         w_JC = param(self, "w", fan_in(self.width), (self.width, H * K), "conv channel")
-        y_BTC = short_conv(x_BTHK.reshape(B, T, H * K), w_JC.astype(x_BTHK.dtype), document_BT)
-        return jax.nn.silu(y_BTC).reshape(B, T, H, K)
+        w_JC, x_BTC = w_JC.astype(x_BTHK.dtype), x_BTHK.reshape(B, T, H * K)
+        if history_BJHK is None:
+            y_BTC = short_conv(x_BTC, w_JC, document_BT)
+            return jax.nn.silu(y_BTC).reshape(B, T, H, K), None
+        J = self.width - 1
+        x_BTC, document_BT = after(history_BJHK.reshape(B, J, H * K), x_BTC, document_BT)
+        y_BTC = short_conv(x_BTC, w_JC, document_BT)[:, J:]
+        history_BJC = last_inputs(x_BTC, document_BT, J)
+        return jax.nn.silu(y_BTC).reshape(B, T, H, K), history_BJC.reshape(B, J, H, K)

@@ -8,7 +8,7 @@ The maths of the recurrence lives in `pallas_kernels/bounded_decay`; here are it
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -21,6 +21,7 @@ from mlmoe.layers.conv import ShortConv
 from mlmoe.layers.linear import project
 from mlmoe.layers.norm import RMSNorm, l2_norm
 from mlmoe.layers.param import OUT, fan_in, param, zeros
+from mlmoe.layers.sample import COLLECTION, take_sample
 from mlmoe.sharding import per_shard
 from pallas_kernels.bounded_decay import bounded_decay, bounded_log_decay, slot_attention
 
@@ -64,6 +65,23 @@ class Gate(nn.Module):
         return bounded_log_decay(z_BTHK.astype(jnp.float32), a_log_H, bias_HK, c.g_min)
 
 
+class Carried(NamedTuple):
+    """What a layer hands from one piece of a sequence to the next; its size does not grow."""
+
+    history: tuple[Any, ...]  # the convolutions' last inputs, q, k, v: [B, width - 1, H, K]
+    state: Any  # of the recurrence, float32: [B, H, K, V]; S: [B, H, M, K] and [B, H, M, V]
+
+
+def first_carried(config: ModelConfig, dtype: jnp.dtype, letter: str, rows: int) -> Carried:
+    """What is carried before the first token."""
+    c, B = config.incremental, rows
+    H, J, K, V, M = c.heads, c.conv_width - 1, c.key_dim, c.value_dim, c.slots
+    shapes = [(H, M, K), (H, M, V)] if letter == "S" else [(H, K, V)]
+    state = tuple(jnp.zeros((B, *shape), jnp.float32) for shape in shapes)
+    history = tuple(jnp.zeros((B, J, H, width), dtype) for width in (K, K, V))
+    return Carried(history, state if letter == "S" else state[0])
+
+
 class IncrementalAttention(nn.Module):
     """Layers D, A and S; `letter` says which update and read-out."""
 
@@ -71,11 +89,21 @@ class IncrementalAttention(nn.Module):
     dtype: jnp.dtype
     letter: str
 
-    @nn.compact
     def __call__(
         self, x_BTD: jax.Array, document_BT: jax.Array, positions_BT: jax.Array
     ) -> jax.Array:
+        """Whole rows, as in training."""
         del positions_BT  # order is carried by the decay
+        return self._run(x_BTD, document_BT, None)[0]
+
+    def extend(
+        self, x_BTD: jax.Array, document_BT: jax.Array, carried: Carried
+    ) -> tuple[jax.Array, Carried]:
+        """The next piece of rows, of any length; their first document continues `carried`."""
+        return self._run(x_BTD, document_BT, carried)
+
+    @nn.compact
+    def _run(self, x_BTD: jax.Array, document_BT: jax.Array, carried: Carried | None) -> Any:
         c, D = self.config.incremental, self.config.d_model
         H, K, V = c.heads, c.key_dim, c.value_dim
         w_q = param(self, "w_q", fan_in(D), (D, H, K), "embed heads key")
@@ -84,33 +112,55 @@ class IncrementalAttention(nn.Module):
         w_gate = param(self, "w_gate", fan_in(D), (D, H, V), "embed heads value")
         w_o = param(self, "w_o", fan_in(H * V, OUT), (H, V, D), "heads value embed")
         q, k, v, gate_BTHV = (project("BTD,DHK->BTHK", x_BTD, w) for w in (w_q, w_k, w_v, w_gate))
-        q, k, v = (
-            ShortConv(c.conv_width, name=f"conv_{n}")(y, document_BT)
+        before = {} if carried is None else dict(zip("qkv", carried.history, strict=True))
+        (q, after_q), (k, after_k), (v, after_v) = (
+            ShortConv(c.conv_width, name=f"conv_{n}")(y, document_BT, before.get(n))
             for n, y in (("q", q), ("k", k), ("v", v))
         )
-        o_BTHV = self._mix(x_BTD, l2_norm(q), l2_norm(k), v, document_BT)
+        state = None if carried is None else carried.state
+        o_BTHV, state = self._mix(x_BTD, l2_norm(q), l2_norm(k), v, document_BT, state)
         o_BTHV = RMSNorm(self.config.norm_eps, name="o_norm")(o_BTHV)
-        return project("BTHV,HVD->BTD", jax.nn.sigmoid(gate_BTHV) * o_BTHV, w_o)
+        y_BTD = project("BTHV,HVD->BTD", jax.nn.sigmoid(gate_BTHV) * o_BTHV, w_o)
+        return y_BTD, None if carried is None else Carried((after_q, after_k, after_v), state)
 
     def _mix(
-        self, x_BTD: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, document_BT: jax.Array
-    ) -> jax.Array:
+        self,
+        x_BTD: jax.Array,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        document_BT: jax.Array,
+        state: Any,
+    ) -> tuple[jax.Array, Any]:
+        """The recurrence: its outputs, and its last state if it began with one."""
         c, D, H = self.config.incremental, self.config.d_model, self.config.incremental.heads
         width = c.slots if self.letter == "S" else c.key_dim
         g = Gate(self.config, self.dtype, width, name="decay")(x_BTD)
+        op: Any = bounded_decay
+        inputs: tuple[jax.Array, ...] = (q, k, v, g)
         if self.letter == "S":  # what a slot forgets is what it can be written
-            s_BTHM = -jnp.expm1(g).astype(self.dtype)
-            return _by_rows(slot_attention, document_BT, q, k, v, s_BTHM, g)
-        if self.letter == "A":
-            return _by_rows(bounded_decay, document_BT, q, k, v, g)
-        w_beta = param(self, "w_beta", fan_in(D), (D, H), "embed heads")
-        beta_BTH = c.beta_max * jax.nn.sigmoid(
-            project("BTD,DH->BTH", x_BTD, w_beta).astype(jnp.float32)
-        )
-        return _by_rows(bounded_decay, document_BT, q, k, v, g, beta_BTH)
+            op, inputs = slot_attention, (q, k, v, -jnp.expm1(g).astype(self.dtype), g)
+        elif self.letter == "D":
+            w_beta = param(self, "w_beta", fan_in(D), (D, H), "embed heads")
+            beta_BTH = c.beta_max * jax.nn.sigmoid(
+                project("BTD,DH->BTH", x_BTD, w_beta).astype(jnp.float32)
+            )
+            inputs = (*inputs, beta_BTH)
+        asked = self.is_mutable_collection(COLLECTION) and not self.is_initializing()
+        o_BTHV, end = _by_rows(op, document_BT, inputs, state, asked or state is not None)
+        if asked:
+            self.sow(COLLECTION, "sample", take_sample(document_BT, inputs, g, o_BTHV, end))
+        return o_BTHV, end
 
 
-def _by_rows(op: Any, document_BT: jax.Array, *inputs: jax.Array) -> jax.Array:
-    """The op's output, each device on its own rows: XLA cannot split a TPU kernel by itself."""
-    run = lambda document_BT, *x: (op(*x, segment_ids=document_BT)[0], ())  # noqa: E731
-    return per_shard(run, (document_BT, *inputs), ())[0]
+def _by_rows(op: Any, document_BT: jax.Array, inputs: Any, state: Any, keep: bool) -> Any:
+    """The op's output and, if kept, its last state, each device on its own rows.
+
+    XLA cannot split a TPU kernel by itself.
+    """
+
+    def run(document_BT: jax.Array, state: Any, *inputs: jax.Array) -> Any:
+        o_BTHV, end = op(*inputs, initial_state=state, segment_ids=document_BT)
+        return (o_BTHV, end if keep else None), ()
+
+    return per_shard(run, (document_BT, state, *inputs), ())[0]

@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from mlmoe.config import LATENT, ModelConfig
+from mlmoe.config import ModelConfig
 from mlmoe.layers.attention import FullAttention, Latent, LatentAttention
 from mlmoe.layers.incremental import IncrementalAttention
 from mlmoe.layers.latent_moe import LatentMoE
@@ -19,6 +19,7 @@ from mlmoe.layers.mlp import MLP
 from mlmoe.layers.norm import RMSNorm
 from mlmoe.layers.residual import DepthRead, WindowSum
 from mlmoe.layers.router import RouterStats, Routing
+from mlmoe.layout import LATENT
 
 
 class LayerSpec(NamedTuple):

@@ -60,6 +60,8 @@ def test_every_named_config_is_valid(name: str) -> None:
         ({"model__attention__kv_share": 0}, "kv_share=0: must be greater than 0"),
         ({"model__vocab": 300, "model__vocab_chunk": 128}, "nearest vocab: 256"),
         ({"batch": 6, "accumulate": 4}, "nearest batch: 8"),
+        ({"state_check_every": -1}, "state_check_every=-1: must be >= 0; 0 for none"),
+        ({"state_error_max": 0.0}, "state_error_max=0.0: must be greater than 0"),
         ({"data__source": "web"}, "stdlib"),
         ({"data__tokenizer": 3}, "expected str"),
     ],

@@ -19,7 +19,7 @@ import configs
 def get_config():
     c = configs.load("8k:tiny")
     c.update(context=32, batch=8, steps=14, log_every=1, eval_every=7, save_every=5, keep=2)
-    c.update(sample_tokens=4)
+    c.update(sample_tokens=4, state_check_every=7, state_error_max=1e-12)
     c.model.update(d_model=16)
     c.model.attention.update(heads=2, head_dim=8, q_rank=8, kv_rank=8, nope_dim=6, rope_dim=2)
     c.model.attention.update(v_dim=8)
@@ -92,6 +92,20 @@ def test_a_run_reports_and_leaves_its_files(whole_run: tuple[Path, str]) -> None
     assert list((workdir / "tensorboard").iterdir())
     assert sorted(losses(workdir)) == list(range(1, 15))
     assert sorted(int(p.name) for p in (workdir / "checkpoints").iterdir()) == [10, 14]
+
+
+def test_states_are_checked_logged_and_warned_about(whole_run: tuple[Path, str]) -> None:
+    workdir, out = whole_run
+    assert out.count("compiling the check of the states ...") == 1
+    assert (
+        "step 7: warning: the state is off from float64 by more than state_error_max=1e-12" in out
+    )
+    records = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    checks = [r for r in records if r["kind"] == "state"]
+    assert [(r["step"], r["layer"]) for r in checks] == [(7, [0]), (14, [0])]
+    for r in checks:
+        assert 0 < r["state_error"][0] < 1e-5 and 0 <= r["at_floor"][0] < 1
+        assert 0 < r["memory_q10"][0] < r["memory_q50"][0] < r["memory_q90"][0]
 
 
 def test_a_finished_run_says_so_and_how_to_go_on(

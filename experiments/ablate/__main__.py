@@ -5,10 +5,12 @@
     python -m experiments.ablate balance_cost      what the balance takes of a step, here and on v5p
     python -m experiments.ablate activation        SiTU-GLU and swiglu at equal parameters
     python -m experiments.ablate latent            the experts' width: D, D/2, D/4 at equal FLOPs
+    python -m experiments.ablate recall            what each kind of layer can recall and track
     python -m experiments.ablate step_time         the tiny step, split into its parts
 
-Each prints a Markdown table; balance, activation and latent also write CSV and PNG to --out. They
-train 8k:tiny with one thing changed, three seeds an arm; `--seeds=1 --steps=100` is a quick look.
+Each prints a Markdown table; balance, activation, latent and recall also write CSV and PNG to
+--out. All but recall train 8k:tiny with one thing changed, three seeds an arm;
+`--seeds=1 --steps=100` is a quick look.
 """
 
 import argparse
@@ -16,7 +18,15 @@ import json
 import sys
 from pathlib import Path
 
-from experiments.ablate import activation, balance, balance_cost, hybrid_vs_dense, latent, step_time
+from experiments.ablate import (
+    activation,
+    balance,
+    balance_cost,
+    hybrid_vs_dense,
+    latent,
+    recall,
+    step_time,
+)
 from experiments.ablate.arguments import at_least
 from mlmoe.errors import UserError
 
@@ -38,6 +48,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         study.add_argument("--seeds", type=at_least(1), default=3)
         study.add_argument("--steps", type=at_least(10), default=500)
         study.add_argument("--out", type=Path, default=Path("runs/ablate"))
+    recall.arguments(studies.add_parser("recall", help="associative recall and parity by layer"))
     studies.add_parser("step_time", help="the tiny step, split into its parts")
     arm = studies.add_parser("arm", help="one row of hybrid_vs_dense, as JSON")
     arm.add_argument("name", choices=tuple(hybrid_vs_dense.ARMS))
@@ -61,6 +72,8 @@ def main(argv: list[str]) -> int:
                 activation.study(args.seeds, args.steps, args.out)
             case "latent":
                 latent.study(args.seeds, args.steps, args.out)
+            case "recall":
+                recall.study(args.seeds, args.steps, args.parity_steps, args.out)
             case "step_time":
                 step_time.study()
             case "arm":

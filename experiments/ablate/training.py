@@ -1,7 +1,7 @@
 """One training run of a study: a tiny config trained for a number of steps, held-out loss after."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 import configs
 from mlmoe.build import Program, compile_eval, compile_train, first_state, make_program, put
 from mlmoe.config import TrainConfig, from_dict
+from mlmoe.data.batch import Batch
 from mlmoe.data.heldout import heldout_batches
 from mlmoe.data.pipeline import train_batches
 from mlmoe.data.sources import Corpus, open_corpus
@@ -70,19 +71,30 @@ def fit(
     config: TrainConfig,
     look: Callable[[TrainState, Metrics], None] = nothing,
 ) -> Run:
-    """Trains `config.steps` steps; `look` sees the state and the metrics after each."""
-    program = make_program(config)
-    train_step = compile_train(config, program, setting.mesh)
-    state = first_state(program, setting.mesh)
+    """Trains `config.steps` steps on the text; `look` sees state and metrics after each."""
     batches = text_of(setting, config, config.seed)
+    run = fit_to(setting.mesh, config, batches, look)
+    batches.close()
+    return run
+
+
+def fit_to(
+    mesh: jax.sharding.Mesh,
+    config: TrainConfig,
+    batches: Iterator[Batch],
+    look: Callable[[TrainState, Metrics], None] = nothing,
+) -> Run:
+    """`fit` on batches of any kind."""
+    program = make_program(config)
+    train_step = compile_train(config, program, mesh)
+    state = first_state(program, mesh)
     times = []
     for _ in range(config.steps):
         began = time.perf_counter()
-        state, metrics = train_step(state, put(next(batches), setting.mesh))
+        state, metrics = train_step(state, put(next(batches), mesh))
         jax.block_until_ready(metrics)
         times.append(time.perf_counter() - began)
         look(state, metrics)
-    batches.close()
     # The first two steps warm up; a step of theirs counts as the mean of the others.
     seconds = float(np.sum(times[2:])) * config.steps / max(1, config.steps - 2)
     return Run(config, program, state, seconds)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from mlmoe.config import MoEConfig
-from mlmoe.layers.router import RouterStats, Routing, bounds
+from mlmoe.layers.router import RouterStats, Routing, at_place
 
 STARVED = 0.1  # of the mean load; an expert with less is starved
 
@@ -65,7 +65,7 @@ def next_routing(
 
 
 def quantile(bias_E: jax.Array, stats: RouterStats) -> jax.Array:
-    """One exact step of score-margin balance, to within a bin.
+    """One exact step of score-margin balance, to within a bin (`router.place`).
 
     Token i takes expert j when b_j exceeds alpha_i - s_ij, so b_j = the (q+1)-th smallest of these
     margins, q = N A / E, gives every expert its equal share. The common mean is removed. An
@@ -73,7 +73,6 @@ def quantile(bias_E: jax.Array, stats: RouterStats) -> jax.Array:
     b_j is minus the (1 - A / E) quantile of the expert's scores: its threshold.
     """
     E, B = stats.margin_EB.shape
-    low, high = bounds(bias_E)
     # Tokens with a margin up to the bin's end. A scan of log depth: XLA:CPU's cumsum is quadratic.
     below_EB = jax.lax.associative_scan(jnp.add, stats.margin_EB, axis=1)
     taken = jnp.sum(stats.load_E) + stats.dropped  # N A
@@ -84,7 +83,7 @@ def quantile(bias_E: jax.Array, stats: RouterStats) -> jax.Array:
     )
     inside_E = jnp.take_along_axis(stats.margin_EB, jnp.minimum(bin_E, B - 1)[:, None], 1)[:, 0]
     part_E = (rank - before_E + 0.5) / jnp.maximum(inside_E, 1)
-    new_E = low + (bin_E + jnp.clip(part_E, 0.0, 1.0)) * (high - low) / B
+    new_E = at_place(bin_E + jnp.clip(part_E, 0.0, 1.0), bias_E)
     return jnp.where(taken > 0, new_E - jnp.mean(new_E), bias_E)
 
 
@@ -123,7 +122,8 @@ class BalanceReport(NamedTuple):
     jitter: jax.Array  # share of the load that moved to other experts since the step before
     bias_spread: jax.Array  # max bias - min bias
     temperature: jax.Array  # with the learned factor
-    logit_width: jax.Array  # standard deviation of the router's logits, at temperature 1
+    logit_mean: jax.Array  # mean and standard deviation of the router's logits, at temperature 1
+    logit_width: jax.Array
 
 
 def report(stats: RouterStats, routing: Routing, load_before_LE: jax.Array) -> BalanceReport:
@@ -149,6 +149,7 @@ def report(stats: RouterStats, routing: Routing, load_before_LE: jax.Array) -> B
         jitter=0.5 * jnp.sum(moved_LE, -1),
         bias_spread=jnp.max(routing.bias, -1) - jnp.min(routing.bias, -1),
         temperature=temperature / number,
+        logit_mean=total / number * temperature / number,
         logit_width=width * temperature / number,
     )
 
@@ -168,20 +169,22 @@ class Starvation:
             return ""
         self.said = max(starved)
         i = starved.index(self.said)
-        advice = starvation_advice(values["layer_logit_width"][i], values["layer_temperature"][i])
+        names = ("layer_logit_mean", "layer_logit_width", "layer_temperature")
+        advice = starvation_advice(*(values[name][i] for name in names))
         return (
             f"MoE layer {i}: {self.said:.0f} of {self.experts} experts starve (less than a tenth "
             f"of the mean load); {advice}"
         )
 
 
-def starvation_advice(logit_width: float, temperature: float) -> str:
-    """What to do about starved experts: logits that are wide for their temperature saturate the
-    sigmoid, so scores near 0 and 1 hardly move and many are equal; narrow ones all look alike."""
-    found = f"its router's logits are {logit_width:.2g} wide at temperature {temperature:.2g}"
-    if logit_width == 0.0 or 0.5 <= logit_width / temperature <= 2.0:
+def starvation_advice(mean: float, width: float, temperature: float) -> str:
+    """What to do about starved experts: logits that are wide, or far from 0, for their temperature
+    saturate the sigmoid, so scores near 0 and 1 hardly differ; narrow ones all look alike."""
+    found = f"its router's logits are {mean:.2g} +- {width:.2g} at temperature {temperature:.2g}"
+    better = max(width, abs(mean) / 3)  # 0.95: there the sigmoid still has a fifth of its slope
+    if better == 0.0 or 0.5 <= better / temperature <= 2.0:
         return f"{found}: another temperature will not help"
-    return f"{found}: a temperature of {logit_width:.2g} would help (config.model.moe.temperature)"
+    return f"{found}: a temperature of {better:.2g} would help (config.model.moe.temperature)"
 
 
 def max_violation(load_E: jax.Array) -> jax.Array:

@@ -15,9 +15,13 @@ import jax.numpy as jnp
 from mlmoe.config import MoEConfig
 from mlmoe.layers.capacity import assign
 
-# A bin is (max b - min b + 2) / BINS wide, about 2e-3: finer bins gained nothing in public runs.
-BINS = 1024
-TIE = 2.0**-17  # 1/256 of a bin: what decides between equal scores
+# Bins of the margins: EVEN ones of (max b - min b + 2) / EVEN, about 2e-3, laid over FINE ones that
+# shrink with the distance to the bias, to 1e-6. Without the latter a router whose scores differ by
+# less than 2e-3 (saturated, or with narrow logits) jumps about and ends with dead experts.
+EVEN, FINE = 1024, 256
+BINS = EVEN + FINE
+NEAR = 1e-5  # the distance to the bias at which the fine bins stop shrinking
+TIE = 2.0**-17  # what decides between equal scores
 
 
 class Routing(NamedTuple):
@@ -92,8 +96,10 @@ def route(
         aux=jnp.zeros(()),
     )
     if config.balance in ("quantile", "capacity"):
-        margin_EB = _histogram(alpha_N[:, None] - fixed_NE, *bounds(routing.bias), live_N)
-        stats = stats._replace(margin_EB=margin_EB)
+        plain_NE = (choice_BTE - routing.bias[None, None]).reshape(-1, E)  # ties broken
+        bin_NE = place(alpha_N[:, None] - plain_NE, routing.bias).astype(jnp.int32)
+        bin_NE = jnp.where(live_N[:, None], jnp.clip(bin_NE, 0, BINS - 1), -1)
+        stats = stats._replace(margin_EB=_count_bins(bin_NE))
     if config.balance == "aux_loss":
         stats = stats._replace(aux=_balancing_loss(scaled_NE, load_E, live_N, A))
     return experts_NA, p_NA, stats
@@ -101,7 +107,34 @@ def route(
 
 def bounds(bias_E: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Every margin alpha - s lies here: alpha is 0 or some b_k + s_k, and scores are in (0, 1)."""
-    return jnp.minimum(jnp.min(bias_E), 0.0) - 1.0, jnp.max(bias_E) + 1.0
+    return jnp.minimum(jnp.min(bias_E), 0.0) - 1.0, jnp.maximum(jnp.max(bias_E), 0.0) + 1.0
+
+
+def place(margin_NE: jax.Array, bias_E: jax.Array) -> jax.Array:
+    """Where margins lie on the axis of bins, 0 to BINS: u(m - b_j) - u(low - b_j), strictly rising.
+
+    u(d) = EVEN d / R + FINE / 2 sign(d) log(1 + |d| / NEAR) / log(1 + R / NEAR),  R = high - low
+    """
+    low, high = bounds(bias_E)
+    fine = FINE / 2 / jnp.log1p((high - low) / NEAR)
+
+    def u(d: jax.Array) -> jax.Array:
+        return EVEN / (high - low) * d + fine * jnp.sign(d) * jnp.log1p(jnp.abs(d) / NEAR)
+
+    return u(margin_NE - bias_E[None]) - u(low - bias_E)[None]
+
+
+def at_place(place_E: jax.Array, bias_E: jax.Array) -> jax.Array:
+    """The margin of each expert that lies at `place_E`: the inverse of `place`, by bisection."""
+    low, high = (jnp.broadcast_to(x, bias_E.shape) for x in bounds(bias_E))
+
+    def halve(_: int, ends: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        middle = 0.5 * (ends[0] + ends[1])
+        right = place(middle[None], bias_E)[0] <= place_E
+        return jnp.where(right, middle, ends[0]), jnp.where(right, ends[1], middle)
+
+    low, high = jax.lax.fori_loop(0, 30, halve, (low, high))
+    return 0.5 * (low + high)
 
 
 def _count(experts_NA: jax.Array, E: int) -> jax.Array:
@@ -128,11 +161,7 @@ def _balancing_loss(
     return load_E.size / A * jnp.sum(f_E[None] * p_NE)
 
 
-def _histogram(
-    margin_NE: jax.Array, low: jax.Array, high: jax.Array, live_N: jax.Array
-) -> jax.Array:
-    bin_NE = jnp.clip(((margin_NE - low) * (BINS / (high - low))).astype(jnp.int32), 0, BINS - 1)
-    bin_NE = jnp.where(live_N[:, None], bin_NE, -1)
+def _count_bins(bin_NE: jax.Array) -> jax.Array:
     return jax.lax.platform_dependent(bin_NE, cpu=_scatter_count, default=_matmul_count)
 
 
@@ -150,12 +179,13 @@ def _matmul_count(bin_NE: jax.Array, block: int = 512) -> jax.Array:
     exactly in int32. Block by block, as the one-hots of all tokens would fill the memory.
     """
     N, E = bin_NE.shape
-    digits, side = jnp.arange(32), 32
+    side = 32
+    high_c, low_d = jnp.arange(BINS // side), jnp.arange(side)
     bin_nbE = jnp.pad(bin_NE, ((0, -N % block), (0, 0)), constant_values=-1).reshape(-1, block, E)
 
     def add(total_Ecd: jax.Array, bin_bE: jax.Array) -> tuple[jax.Array, None]:
-        high_bEc = ((bin_bE // side)[..., None] == digits[None, None]).astype(jnp.bfloat16)
-        low_bEd = ((bin_bE % side)[..., None] == digits[None, None]).astype(jnp.bfloat16)
+        high_bEc = ((bin_bE // side)[..., None] == high_c[None, None]).astype(jnp.bfloat16)
+        low_bEd = ((bin_bE % side)[..., None] == low_d[None, None]).astype(jnp.bfloat16)
         count_Ecd = jnp.einsum(
             "bEc,bEd->Ecd", high_bEc, low_bEd, preferred_element_type=jnp.float32
         )

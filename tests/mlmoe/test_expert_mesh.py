@@ -59,7 +59,10 @@ def reference() -> tuple[TrainState, Any]:
     return one_step(config(1), 1)[:2]
 
 
-@pytest.mark.parametrize(("expert", "transport"), [(8, "gather"), (4, "ragged"), (2, "gather")])
+@pytest.mark.parametrize(
+    ("expert", "transport"),
+    [(8, "gather"), (4, "ragged"), pytest.param(2, "gather", marks=pytest.mark.slow)],
+)
 def test_a_step_on_any_mesh_is_the_same_step(
     expert: int, transport: str, reference: tuple[TrainState, Any]
 ) -> None:

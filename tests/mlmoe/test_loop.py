@@ -129,9 +129,9 @@ def test_an_interrupted_report_is_made_by_the_next_run(
 def test_one_document_trains_without_held_out_text(config_file: Path, tmp_path: Path) -> None:
     text = tmp_path / "one.txt"
     text.write_text("alpha beta gamma " * 50)
-    more = (f"--config.data.path={text}", "--config.steps=1", "--config.data.heldout=0")
+    more = (f"--config.data.path={text}", "--config.data.heldout=0")
     assert "no held-out documents" in finish(start(config_file, tmp_path / "w", *more))
-    assert "data.heldout=0" in finish(start(config_file, tmp_path / "w", *more[:2]), 2)
+    assert "data.heldout=0" in finish(start(config_file, tmp_path / "w", *more[:1]), 2)
 
 
 def test_another_config_is_refused_with_what_differs(
@@ -208,16 +208,17 @@ def test_only_damaged_checkpoints_are_not_overwritten(config_file: Path, tmp_pat
 def test_a_run_starts_from_another_ones_weights(
     config_file: Path, whole_run: tuple[Path, str], tmp_path: Path
 ) -> None:
-    """The same model: everything is carried and the loss stays; resumed, it starts nothing over."""
-    same_temperature = "--config.model.moe.temperature=0.5"
-    more = (f"--config.init_from={whole_run[0]}", "--config.steps=2", same_temperature)
+    """The same model: everything is carried, only the temperature begins anew; run again, it is
+    finished and starts nothing over."""
+    more = (f"--config.init_from={whole_run[0]}",)
     out = finish(start(config_file, tmp_path / "next", *more))
     assert f"starting from step 14 of {whole_run[0]}" in out and "converted" not in out
     before, after = re.findall(r"bits/byte: (\S+) before the hand-over, (\S+) after", out)[0]
-    assert before == after
+    assert abs(float(before) - float(after)) < 0.05
     assert "finished" in finish(start(config_file, tmp_path / "next", *more))
     records = map(json.loads, (tmp_path / "next" / "metrics.jsonl").read_text().splitlines())
-    assert [r["kind"] for r in records] == ["handover", "train", "train", "eval"]
+    kinds = [r["kind"] for r in records]
+    assert kinds[0] == "handover" and kinds.count("train") == 14
 
 
 def test_a_hand_over_that_cannot_be_is_refused_before_compiling(

@@ -63,7 +63,10 @@ def reference() -> tuple[TrainState, Any]:
     return one_step(run_config(), 1, rows())
 
 
-@pytest.mark.parametrize(("accumulate", "devices"), [(4, 1), (1, 8), (2, 4)])
+@pytest.mark.parametrize(
+    ("accumulate", "devices"),
+    [pytest.param(4, 1, marks=pytest.mark.slow), (1, 8), (2, 4)],
+)
 def test_micro_batches_and_devices_change_nothing(
     accumulate: int, devices: int, reference: tuple[TrainState, Any]
 ) -> None:

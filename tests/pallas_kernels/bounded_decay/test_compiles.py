@@ -39,6 +39,7 @@ def test_other_widths_compile(heads, K, V, dtype):
     aot.compile_for("v5p", f, *cases.arguments(shape, dtype))
 
 
+@SLOW
 def test_slot_attention_compiles():
     from pallas_kernels.bounded_decay import slot_attention
 

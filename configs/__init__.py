@@ -36,6 +36,11 @@ def load(name: str, architecture: str = "fixed") -> ConfigDict:
                 f"the file, configs.load('8k:{scale}')"
             )
         config = _from_file(path)
+        if architecture not in ("fixed", config.architecture):
+            raise UserError(
+                f"--config={name} with architecture={architecture}: a config file sets its own; "
+                f"in the file, configs.load('8k:tiny', {architecture!r})"
+            )
     elif stage in STAGES:
         one_of("architecture", architecture, ARCHITECTURES)
         config = importlib.import_module(f"configs.{stage}").get_config(architecture)
@@ -50,10 +55,14 @@ def load(name: str, architecture: str = "fixed") -> ConfigDict:
         if scale not in SCALES:
             raise UserError(f"--config={name}: no such scale; choose one of {', '.join(SCALES)}")
         SCALES[scale](config)
-    if not config.workdir:
-        kind = "" if config.architecture == "fixed" else f"-{config.architecture}"
-        config.workdir = f"runs/{config.stage}-{config.scale}{kind}"
+    config.workdir = config.workdir or default_workdir(config)
     return config
+
+
+def default_workdir(config: ConfigDict) -> str:
+    """runs/8k-tiny, runs/8k-tiny-staged."""
+    kind = "" if config.architecture == "fixed" else f"-{config.architecture}"
+    return f"runs/{config.stage}-{config.scale}{kind}"
 
 
 def _from_file(path: Path) -> ConfigDict:

@@ -50,6 +50,7 @@ def parse(argv: list[str]) -> TrainConfig:
     config = configs.load(names[0], *kinds[-1:])
     rest = [a for a in argv if not a.startswith("--config=")]
     apply_overrides(config, rest)
+    config.workdir = config.workdir or configs.default_workdir(config)
     return from_dict(TrainConfig, config.to_dict())
 
 
@@ -61,6 +62,8 @@ def apply_overrides(config: ConfigDict, argv: list[str]) -> None:
             raise UserError(f"unexpected argument {a!r}{hint}")
         if "=" not in a:
             raise UserError(f"{a}: write it as {a}=VALUE")
+        if a.partition("=")[0] in ("--config.stage", "--config.scale"):
+            raise UserError(f"{a}: stage and scale are chosen by --config=STAGE:SCALE")
         default = find_field(config, a)
         values = flags.FlagValues()
         try:

@@ -289,6 +289,11 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         one_of("architecture", self.architecture, ARCHITECTURES)
+        for name in ("workdir", "init_from"):
+            value = getattr(self, name)
+            require("://" not in value, f"{name}={value}: a URL; mount it and give its folder")
+        require(0 <= self.seed < 2**31, f"seed={self.seed}: must be in [0, 2^31)")
+        require(self.steps < 2**31, f"steps={self.steps}: must be below 2^31, {2**31}")
         positive("config", self, "context", "batch", "accumulate", "steps", "state_error_max")
         positive(
             "config",

@@ -29,7 +29,7 @@ from mlmoe.build import (
 from mlmoe.checkpoint import Checkpoints
 from mlmoe.config import TrainConfig, check_devices, to_dict
 from mlmoe.data.batch import Batch
-from mlmoe.data.heldout import heldout_batches
+from mlmoe.data.heldout import heldout_batches, lossy
 from mlmoe.data.pipeline import train_batches
 from mlmoe.data.resume_check import describe_difference, fingerprint
 from mlmoe.data.sources import open_corpus
@@ -177,6 +177,8 @@ def train(config: TrainConfig) -> None:
         if config.init_from and not checkpoints.directories():
             plan_hand_over(config, run.program)  # refuses before anything is compiled
         print(run.corpus.describe())
+        if lost := lossy(run.corpus, run.tokenizer):
+            print(f"warning: {lost}")
         try:
             run_steps(run, *prepare(run))
         except jax.errors.JaxRuntimeError as e:
@@ -218,10 +220,22 @@ def run_steps(run: Run, train_step: Any, state: TrainState) -> None:
     heldout, n_bytes = run.heldout(config.eval_bytes)
     bytes_per_token = n_bytes / count_targets(heldout) if heldout else float("nan")
     reader = StepReader(run, log, progress, bytes_per_token)
+
+    def evaluate_heldout() -> None:
+        """Where one is due and the log has none: a run may be stopped between save and this."""
+        due = step % config.eval_every == 0 and 0 < step < config.steps
+        if due and heldout and not log.has("eval", step):
+            reader.flush()
+            values = run.evaluate(state, heldout, n_bytes, progress.say)
+            log.write("eval", step, values)
+            progress.say(f"step {step}: held-out bits/byte {values['bits_per_byte']:.4f}")
+            reader.restart_clock()
+
     try:
+        evaluate_heldout()
         while step < config.steps:
             run.stop.check()
-            batch = next(run.batches)
+            batch = next_batch(run, step, state, reader)
             state, metrics = train_step(state, put(batch, run.mesh))
             step += 1
             reader.queue(step, metrics, batch)
@@ -229,12 +243,7 @@ def run_steps(run: Run, train_step: Any, state: TrainState) -> None:
             if step % config.save_every == 0 or last:
                 reader.flush()
                 run.save(step, state)
-            if step % config.eval_every == 0 and heldout and not last:
-                reader.flush()
-                values = run.evaluate(state, heldout, n_bytes, progress.say)
-                log.write("eval", step, values)
-                progress.say(f"step {step}: held-out bits/byte {values['bits_per_byte']:.4f}")
-                reader.restart_clock()
+            evaluate_heldout()
             if run.check_every and step % run.check_every == 0:
                 reader.flush()
                 run.check_states(step, state, batch, log, progress.say)
@@ -252,6 +261,19 @@ def run_steps(run: Run, train_step: Any, state: TrainState) -> None:
     finally:
         progress.close()
         log.close()
+
+
+def next_batch(run: Run, step: int, state: TrainState, reader: "StepReader") -> Batch:
+    """The next batch; a bad document in a large corpus ends the run, but not without a save."""
+    try:
+        return next(run.batches)
+    except (UserError, OSError):
+        if step > run.start_step:
+            reader.flush()
+            run.save(step, state)
+            run.checkpoints.wait()
+            print(f"\nstep {step} is saved")
+        raise
 
 
 class StepReader:
@@ -293,7 +315,8 @@ class StepReader:
 
     def bad_step(self, step: int, values: Values, batch: Batch) -> None:
         bad, limit = int(values["bad_in_a_row"]), self.config.optim.max_bad_steps
-        what = f"loss {values['loss']:.4g}, gradient norm {values['grad_norm']:.4g}"
+        names = {"loss": "loss", "grad_norm": "gradient norm", "update_norm": "update norm"}
+        what = ", ".join(f"{said} {values[name]:.4g}" for name, said in names.items())
         self.progress.say(f"step {step}: {what}: not applied ({bad} in a row)")
         if bad >= limit:
             path = self.workdir / f"bad_batch_{step}.npz"

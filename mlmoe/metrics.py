@@ -57,6 +57,7 @@ class MetricsLog:
         self.path = workdir / "metrics.jsonl"
         with _writing(self.path):
             kept = [r for r in read_metrics(self.path) if r["step"] <= start_step]
+            self._written = {(r["kind"], r["step"]) for r in kept}
             temporary = self.path.with_suffix(".tmp")
             temporary.write_text("".join(json.dumps(r) + "\n" for r in kept))
             temporary.replace(self.path)
@@ -71,7 +72,12 @@ class MetricsLog:
         with _writing(self.path):
             self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
             self._file.flush()
+            self._written.add((kind, step))
             self._board.write(kind, step, values)
+
+    def has(self, kind: str, step: int) -> bool:
+        """Whether there is such a record."""
+        return (kind, step) in self._written
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # a full disk was reported when it was written to

@@ -26,7 +26,8 @@ def final_report(run: "Run", state: TrainState, log: MetricsLog) -> None:
     bits, baselines = None, {}
     if batches:
         values = run.evaluate(state, batches, n_bytes, print)
-        log.write("eval", config.steps, values)
+        if not log.has("eval", config.steps):  # a report that was interrupted is made again
+            log.write("eval", config.steps, values)
         bits = values["bits_per_byte"]
         run.stop.check()
         baselines = baseline_bits(run.corpus, tokenizer=run.tokenizer, max_bytes=limit)

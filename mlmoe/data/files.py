@@ -36,10 +36,21 @@ def find_files(path: str, suffixes: tuple[str, ...]) -> tuple[Path, list[str]]:
         found = sorted(Path(p).relative_to(root).as_posix() for p in hits)
     else:
         raise UserError(f"data.path={path!r} does not exist (working folder: {os.getcwd()})")
+    for name in found:
+        if not _is_utf8(name):
+            raise UserError(f"data.path={path!r}: the file name {name!r} is not UTF-8; rename it")
     if not found:
         wanted = f" that ends in {' or '.join(suffixes)}" if suffixes != ("",) else ""
         raise UserError(f"data.path={path!r} holds no file{wanted}")
     return root, found
+
+
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_file(path: Path) -> bool:

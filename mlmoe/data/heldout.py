@@ -12,6 +12,7 @@ is the same for every batch size.
 
 import bisect
 import heapq
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -23,6 +24,8 @@ from mlmoe.data.pipeline import check_sizes, encode_document
 from mlmoe.data.sources import Corpus
 from mlmoe.data.tokenizers import Tokenizer
 from mlmoe.errors import UserError
+
+LOOK = 32  # held-out documents of a source that `lossy` encodes
 
 
 def heldout_texts(corpus: Corpus, *, tokenizer: Tokenizer, max_bytes: int) -> list[str]:
@@ -65,6 +68,25 @@ def heldout_batches(
         mine = range(first + process_index * size, first + (process_index + 1) * size)
         batches.append(to_batch([rows.row(r) for r in mine]))
     return batches, sum(_text_bytes(tokenizer, document) for document, _ in chosen)
+
+
+def lossy(corpus: Corpus, tokenizer: Tokenizer) -> str:
+    """What to say of a tokenizer that does not give back held-out text; '' if it does.
+
+    Bits per byte counts the bytes of the text, so what a tokenizer drops would come for free.
+    """
+    looked, changed = 0, 0
+    for part in corpus.parts:
+        for document in itertools.islice(part.heldout, LOOK):
+            if isinstance(document, str) and document:
+                looked += 1
+                changed += tokenizer.decode(tokenizer.encode(document)) != document
+    if not changed:
+        return ""
+    return (
+        f"the tokenizer does not give back {changed} of {looked} held-out documents as they were; "
+        "what it drops or merges costs no bits, so bits/byte is lower than the text deserves"
+    )
 
 
 def cut(tokens: np.ndarray, length: int) -> list[np.ndarray]:

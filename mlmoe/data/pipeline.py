@@ -32,7 +32,7 @@ def train_batches(
     """An endless iterator over batches of `batch_size // process_count` rows of `context`.
 
     `get_state()` is a small JSON-able dict; `set_state()` continues bit for bit, but only
-    where nothing of the fingerprint has changed (see fingerprint.py). Raises UserError for
+    where nothing of the fingerprint has changed (see resume_check.py). Raises UserError for
     sizes that do not divide; a bad document found in mid-run raises here too.
     """
     check_sizes(context, batch_size, seed, process_count)

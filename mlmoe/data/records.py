@@ -51,8 +51,10 @@ class Parquet:
             columns = ", ".join(map(repr, schema.names))
             message = f"{name}: no column {self._field!r}; columns: {columns}"
             raise UserError(f"{message} (set data.text_field)")
+        if schema.names.count(self._field) > 1:
+            raise UserError(f"{name}: {schema.names.count(self._field)} columns {self._field!r}")
         kind = str(schema.field(self._field).type)
-        if "string" not in kind or kind.startswith(("list", "struct", "map", "large_list")):
+        if kind not in ("string", "large_string", "string_view") and not kind.startswith("dict"):
             raise UserError(f"{name}: column {self._field!r} holds {kind}, not strings")
         if metadata.num_rows == 0:
             bad.report(BadDocument("file without rows", f"{name}: the file has no rows"))

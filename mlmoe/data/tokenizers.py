@@ -101,7 +101,10 @@ class HuggingFaceTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
         self.fingerprint = f"sha256:{hashlib.sha256(data).hexdigest()[:16]}"
-        self._known = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocab:
+            raise UserError(f"{path}: the tokenizer has no token")
+        self._path, self._known = path, max(vocab.values()) + 1
         self.vocab_size = self._known
         self.bos_id = self._control_id(_BOS_NAMES)
         self.eos_id = self._control_id(_EOS_NAMES)
@@ -116,7 +119,11 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         _utf8(text)
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        try:
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # tokenizers raises bare Exception
+            raise UserError(f"{self._path}: the tokenizer cannot encode: {error}") from None
+        return np.array(ids, np.int32)
 
     def decode(self, ids: Any) -> str:
         """bos, eos and unknown ids are left out; incomplete UTF-8 becomes U+FFFD."""

@@ -10,8 +10,8 @@ from mlmoe.layers.param import fan_in, param
 def short_conv(x_BTC: jax.Array, w_JC: jax.Array, document_BT: jax.Array) -> jax.Array:
     """y_t = sum_j w_j x_{t-j}, over those j whose token belongs to the document of t.
 
-    `document_BT` is int32 and increases along T (`layers/documents.py`), so equality of two ids
-    means that no boundary lies between them.
+    `document_BT` is int32 and increases along T (`bounded_decay.document_ids`), so equality of two
+    ids means that no boundary lies between them.
     """
     T = x_BTC.shape[1]
     y_BTC = x_BTC * w_JC[0][None, None]

@@ -2,8 +2,7 @@
 
 from pallas_kernels.bounded_decay.documents import document_ids
 from pallas_kernels.bounded_decay.gate import bounded_log_decay
-from pallas_kernels.bounded_decay.op import bounded_decay, slot_attention
-from pallas_kernels.bounded_decay.ref import recurrent_step
+from pallas_kernels.bounded_decay.op import bounded_decay, recurrent_step, slot_attention
 
 __all__ = [
     "bounded_decay",

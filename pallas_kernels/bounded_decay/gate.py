@@ -28,8 +28,12 @@ def bounded_log_decay(
     if not LOWEST_G_MIN <= g_min < 0:
         raise ValueError(
             f"bounded_log_decay: g_min={g_min} is outside [-5, 0); below -5 the 16-token tiles of"
-            f" the recurrence overflow. Nearest valid: {LOWEST_G_MIN if g_min < 0 else -1e-3}"
+            f" the recurrence overflow. Nearest valid: {-1e-3 if g_min >= 0 else LOWEST_G_MIN}"
         )
+    H, K = z_BTHK.shape[-2:]
+    for name, x, shape in (("a_log", a_log_H, (H,)), ("bias", bias_HK, (H, K))):
+        if x.shape != shape:
+            raise ValueError(f"bounded_log_decay: {name} has shape {x.shape}; z needs {shape}")
     slope_H = jnp.exp(jnp.minimum(a_log_H.astype(jnp.float32), _MAX_A_LOG))
     shifted_BTHK = z_BTHK.astype(jnp.float32) + bias_HK.astype(jnp.float32)[None, None]
     return g_min * jax.nn.sigmoid(slope_H[None, None, :, None] * shifted_BTHK)

@@ -13,7 +13,11 @@ import numpy as np
 
 from pallas_kernels.bounded_decay.chunked import bounded_decay_chunked
 from pallas_kernels.bounded_decay.documents import number_documents
-from pallas_kernels.bounded_decay.ref import bounded_decay_ref, slot_attention_ref
+from pallas_kernels.bounded_decay.ref import (
+    bounded_decay_ref,
+    recurrent_step_ref,
+    slot_attention_ref,
+)
 from pallas_kernels.bounded_decay.slot import slot_attention_chunked
 from pallas_kernels.bounded_decay.tpu import bounded_decay_pallas, slot_attention_pallas
 from pallas_kernels.platform import on_tpu
@@ -73,6 +77,7 @@ def bounded_decay(
     _check(op, "initial_state", initial_state, (B, H, K, V))
     _check_segment_ids(op, segment_ids, (B, T))
     _check_decay(op, g, segment_ids)
+    _check_beta(op, beta, segment_ids)
     state = _state(initial_state, (B, H, K, V))
     scale = _check_scale(op, scale, K, implementation)
     if implementation == "pallas":
@@ -150,6 +155,36 @@ def _choose(op: str, implementation: str | None) -> str:
     return implementation or ("pallas" if on_tpu() else "chunked")
 
 
+def recurrent_step(
+    state: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array | None = None,
+    scale: float | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """One token of `bounded_decay`, for decoding: (o [B,H,V] in v's dtype, state [B,H,K,V] f32).
+
+    state [B,H,K,V] f32; q, k, g [B,H,K] (g in [-5, 0], log decay); v [B,H,V]; beta [B,H], None for
+    the additive rule; scale defaults to K**-0.5. Raises ValueError as bounded_decay does.
+    """
+    op, shape = "recurrent_step", getattr(q, "shape", None)
+    if shape is None or len(shape) != 3 or getattr(v, "ndim", None) != 3:
+        raise ValueError(f"{op}: q and v must be [B,H,width]; q has {shape}")
+    B, H, K = shape
+    _check(op, "q", q, (B, H, K))
+    _check(op, "k", k, (B, H, K))
+    _check(op, "v", v, (B, H, v.shape[-1]))
+    _check(op, "g", g, (B, H, K))
+    _check(op, "beta", beta, (B, H))
+    _check(op, "state", state, (B, H, K, v.shape[-1]))
+    if state.dtype != jnp.float32:
+        raise ValueError(f"{op}: state is {state.dtype}; it must be float32")
+    _check_decay(op, g, None)
+    return recurrent_step_ref(state, q, k, v, g, beta, scale)
+
+
 def _rank_4(op: str, name: str, x: jax.Array) -> tuple[int, ...]:
     shape = getattr(x, "shape", None)
     if shape is None or len(shape) != 4 or 0 in shape:
@@ -195,6 +230,22 @@ def _check_decay(op: str, g: jax.Array, segment_ids: jax.Array | None) -> None:
             f"{op}: g spans [{low:.6g}, {high:.6g}] outside padding; a log decay must lie in "
             f"[{G_MIN}, 0], give or take {G_TOLERANCE} (bounded_log_decay makes one): below it a "
             "16-token tile overflows, above it the state grows without bound"
+        )
+
+
+def _check_beta(op: str, beta: jax.Array | None, segment_ids: jax.Array | None) -> None:
+    """Like _check_decay: above 2 the delta rule's I - beta k k^T grows the state."""
+    if beta is None or any(
+        isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True)
+        for x in (beta, segment_ids)
+    ):
+        return
+    values = np.asarray(beta, np.float32)
+    values = values if segment_ids is None else values[np.asarray(segment_ids) != 0]
+    if values.size and not (values.min() >= -G_TOLERANCE and values.max() <= 2 + G_TOLERANCE):
+        raise ValueError(
+            f"{op}: beta spans [{values.min():.6g}, {values.max():.6g}] outside padding; it must "
+            "lie in [0, 2]"
         )
 
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
-def recurrent_step(
+def recurrent_step_ref(
     state: jax.Array,
     q: jax.Array,
     k: jax.Array,
@@ -29,19 +29,8 @@ def recurrent_step(
     beta: jax.Array | None = None,
     scale: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """One token of the recurrence above: (o [B,H,V] in v's dtype, new state [B,H,K,V] f32).
-
-    state [B,H,K,V] f32; q, k, g [B,H,K] (g <= 0, log decay); v [B,H,V]; beta [B,H], None for the
-    additive rule; scale defaults to K**-0.5.
-    """
-    B, H, K, V = *q.shape, v.shape[-1]
-    shapes = {"state": (B, H, K, V), "k": (B, H, K), "v": (B, H, V), "g": (B, H, K), "beta": (B, H)}
-    for name, x in {"state": state, "k": k, "v": v, "g": g, "beta": beta}.items():
-        if x is not None and x.shape != shapes[name]:
-            raise ValueError(
-                f"recurrent_step: {name} has shape {x.shape}; to go with q it must have shape "
-                f"{shapes[name]}"
-            )
+    """One token of the recurrence above; `op.recurrent_step` checks the arguments."""
+    K = q.shape[-1]
     scale = K**-0.5 if scale is None else scale
     q_BHK, k_BHK, u_BHV, g_BHK = (x.astype(jnp.float32) for x in (q, k, v, g))
     S_BHKV = jnp.exp(g_BHK)[..., None] * state
@@ -76,7 +65,7 @@ def bounded_decay_ref(q, k, v, g, beta, initial_state, document, scale):
 
     def step(S, x):
         q, k, v, g, beta = x
-        return recurrent_step(S, q, k, v, g, beta, scale)
+        return recurrent_step_ref(S, q, k, v, g, beta, scale)
 
     return _scan_tokens(step, initial_state, (q, k, v, g, beta), document)
 

@@ -50,7 +50,9 @@ def expert_ffn(
     _check(x_NR, experts_NA, weights_NA, w_in_EPRF, w_out_EFR, activation)
     args: tuple[Any, ...] = (x_NR, experts_NA, weights_NA, w_in_EPRF, w_out_EFR)
     args = (*map(jnp.asarray, args), activation)
-    match implementation or ("pallas" if on_tpu() else "sorted"):
+    if implementation is None:
+        implementation = "pallas" if on_tpu() else "sorted"
+    match implementation:
         case "sorted":
             return sorted_rows.expert_ffn(*args)
         case "ref":

@@ -19,6 +19,8 @@ def test_fields_are_overridden() -> None:
     assert (config.steps, config.optim.lr, config.model.tie_head) == (7, 0.5, True)
     assert config.data.mixture == (("stdlib", "", 1.0),)
     assert config.workdir == "runs/8k-tiny"
+    staged = launch.parse(["--config=8k:tiny", "--config.architecture=staged", "--config.workdir="])
+    assert staged.workdir == "runs/8k-tiny-staged" and staged.model.letters == "RR"
 
 
 @pytest.mark.parametrize(
@@ -42,6 +44,8 @@ def test_fields_are_overridden() -> None:
         (["--config=8k:tiny", "--config.model.layout="], "model.layout is empty"),
         (["--config=8k:tiny", "--config=8k:tiny"], "exactly one"),
         (["--config", "8k:tiny"], "with an equals sign"),
+        (["--config=8k:tiny", "--config.scale=small"], "chosen by --config=STAGE:SCALE"),
+        (["--config=8k:tiny", "--config.architecture=new"], "choose one of 'fixed', 'staged'"),
         (["--config=mine.py:tiny"], "sets its own scale"),
         (["--config=./mine"], "no such file"),
     ],
@@ -59,6 +63,8 @@ def test_a_config_file_works(tmp_path: Path) -> None:
             "    c.steps = 3\n    return c\n"
         )
         assert launch.parse([f"--config={path}"]).steps == 3
+    with pytest.raises(UserError, match="a config file sets its own"):
+        launch.parse([f"--config={path}", "--config.architecture=staged"])
     path.write_text("def get_config():\n    return 3\n")
     with pytest.raises(UserError, match="returned int"):
         launch.parse([f"--config={path}"])

@@ -232,3 +232,42 @@ def test_a_hand_over_that_cannot_be_is_refused_before_compiling(
     ):
         out = finish(start(config_file, tmp_path / "next", origin, change), 2)
         assert says in out and "Traceback" not in out and "compiling" not in out
+
+
+LATE = """
+import sys
+from experiments import launch
+from mlmoe.data import sources
+sources.READ_WHOLE_BYTES = -1  # a corpus too large to be read at the start
+sys.exit(launch.main(sys.argv[1:]))
+"""
+
+
+def test_a_bad_document_found_late_costs_no_step(config_file: Path, tmp_path: Path) -> None:
+    rows = [json.dumps({"text": f"row {i} " + "alpha beta " * 30}) for i in range(60)]
+    rows[-1] = '{"text": null}'
+    (tmp_path / "late.jsonl").write_text("\n".join(rows))
+    command = [sys.executable, "-c", LATE, f"--config={config_file}", "--config.save_every=1000"]
+    command += [f"--config.workdir={tmp_path / 'w'}", "--config.data.source=jsonl"]
+    command += [f"--config.data.path={tmp_path / 'late.jsonl'}", "--config.steps=1000"]
+    command += ["--config.eval_every=1000", "--config.state_check_every=0"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 2 and "late.jsonl:60" in run.stderr, run.stderr
+    saved = int(re.findall(r"step (\d+) is saved", run.stdout)[0])
+    assert [p.name for p in (tmp_path / "w" / "checkpoints").iterdir()] == [str(saved)]
+
+
+def test_an_evaluation_that_a_kill_cut_off_is_made_up_for(
+    config_file: Path, whole_run: tuple[Path, str], tmp_path: Path
+) -> None:
+    """Stopped after step 7 is saved and before its evaluation is logged, or just after."""
+    process = start(config_file, tmp_path, "--config.save_every=7")
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(("step 7: held-out", "compiling the evaluation")):
+            break
+    process.send_signal(signal.SIGTERM)
+    finish(process, 143)
+    finish(start(config_file, tmp_path, "--config.save_every=7"))
+    records = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert [r["step"] for r in records if r["kind"] == "eval"] == [7, 14]

@@ -102,6 +102,21 @@ def test_a_step_names_a_wrong_shape(x):
         recurrent_step(jnp.zeros((2, *x["initial_state"].shape[1:])), **token)
     with pytest.raises(ValueError, match="recurrent_step: beta has shape"):
         recurrent_step(x["initial_state"], **token | {"beta": token["beta"][:, 0]})
+    for change, says in (
+        ({"v": jnp.ones(token["v"].shape, jnp.int32)}, "v is int32; it must be float32"),
+        ({"g": None}, "g has None; to go with q"),
+        ({"q": x["q"]}, r"q and v must be \[B,H,width\]"),
+        ({"g": token["g"] + 6}, "a log decay must lie in"),
+    ):
+        with pytest.raises(ValueError, match=f"recurrent_step: {says}"):
+            recurrent_step(x["initial_state"], **token | change)
+    with pytest.raises(ValueError, match="recurrent_step: state is bfloat16"):
+        recurrent_step(x["initial_state"].astype(jnp.bfloat16), **token)
+
+
+def test_beta_beyond_two_is_named(x):
+    with pytest.raises(ValueError, match=r"beta spans .* it must lie in \[0, 2\]"):
+        bounded_decay(**x | {"beta": x["beta"].at[0, 1].set(3.0)})
 
 
 @pytest.mark.parametrize("name", ["k", "v", "g", "beta", "initial_state"])

@@ -52,18 +52,22 @@ def start(
 ) -> "subprocess.Popen[str]":
     """A run on one device; runs share what they compiled, beside the config, or use `cache`."""
     args = [f"--config={config}", f"--config.workdir={workdir}", *more]
-    env = {
-        "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
-        "JAX_COMPILATION_CACHE_DIR": str(cache or config.parent / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
     return subprocess.Popen(
         [sys.executable, "-m", "experiments.launch", *args],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, **env},
+        env=environment(config, cache),
     )
+
+
+def environment(config: Path, cache: Path | None = None) -> dict[str, str]:
+    return {
+        **os.environ,
+        "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+        "JAX_COMPILATION_CACHE_DIR": str(cache or config.parent / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
 
 
 def finish(process: "subprocess.Popen[str]", code: int = 0) -> str:
@@ -244,17 +248,16 @@ sys.exit(launch.main(sys.argv[1:]))
 
 
 def test_a_bad_document_found_late_costs_no_step(config_file: Path, tmp_path: Path) -> None:
-    rows = [json.dumps({"text": f"row {i} " + "alpha beta " * 30}) for i in range(60)]
-    rows[-1] = '{"text": null}'
+    rows = [json.dumps({"text": f"row {i} " + "alpha beta " * 10}) for i in range(24)]
+    rows[16] = '{"text": null}'  # the last of the first epoch
     (tmp_path / "late.jsonl").write_text("\n".join(rows))
-    command = [sys.executable, "-c", LATE, f"--config={config_file}", "--config.save_every=1000"]
+    command = [sys.executable, "-c", LATE, f"--config={config_file}"]
     command += [f"--config.workdir={tmp_path / 'w'}", "--config.data.source=jsonl"]
-    command += [f"--config.data.path={tmp_path / 'late.jsonl'}", "--config.steps=1000"]
-    command += ["--config.eval_every=1000", "--config.state_check_every=0"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 2 and "late.jsonl:60" in run.stderr, run.stderr
-    saved = int(re.findall(r"step (\d+) is saved", run.stdout)[0])
-    assert [p.name for p in (tmp_path / "w" / "checkpoints").iterdir()] == [str(saved)]
+    command += [f"--config.data.path={tmp_path / 'late.jsonl'}"]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment(config_file))
+    assert run.returncode == 2 and "late.jsonl:17" in run.stderr, run.stderr
+    saved = re.findall(r"step (\d+) is saved", run.stdout)[0]
+    assert max(p.name for p in (tmp_path / "w" / "checkpoints").iterdir()) == saved
 
 
 def test_an_evaluation_that_a_kill_cut_off_is_made_up_for(

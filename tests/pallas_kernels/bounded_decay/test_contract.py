@@ -106,7 +106,7 @@ def test_a_step_names_a_wrong_shape(x):
         ({"v": jnp.ones(token["v"].shape, jnp.int32)}, "v is int32; it must be float32"),
         ({"g": None}, "g has None; to go with q"),
         ({"q": x["q"]}, r"q and v must be \[B,H,width\]"),
-        ({"g": token["g"] + 6}, "a log decay must lie in"),
+        ({"g": token["g"] + 6}, "g spans .* a log decay must lie in"),
     ):
         with pytest.raises(ValueError, match=f"recurrent_step: {says}"):
             recurrent_step(x["initial_state"], **token | change)

@@ -1,0 +1,77 @@
+"""The curriculum's plan, and what it makes of the folders its stages leave; nothing is trained."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import configs
+from experiments.ablate.recall import parity_batch, recall_batch
+from experiments.curriculum import main, parse, plot, rows, stages
+from mlmoe.errors import UserError
+
+
+@pytest.mark.parametrize("architecture", ["fixed", "staged"])
+def test_every_stage_starts_from_the_one_before(architecture: str, tmp_path: Path) -> None:
+    argv = ["--scale=tiny", f"--architecture={architecture}", f"--workdir={tmp_path}"]
+    found = stages(*parse([*argv, "--config.seed=3"]))
+    assert tuple(c.stage for c in found) == configs.STAGES == ("8k", "64k", "256k", "1m")
+    assert [c.context for c in found] == [256, 2048, 8192, 32_768]
+    assert [c.init_from for c in found] == ["", *(c.workdir for c in found[:-1])]
+    assert {c.seed for c in found} == {3} and len({c.workdir for c in found}) == 4
+    layouts = [c.model.letters for c in found]
+    assert layouts == (["DL"] * 4 if architecture == "fixed" else ["RR", "DR", "DR", "DL"])
+
+
+def test_the_full_scale_goes_the_same_way() -> None:
+    """Attention first, then half and all of the hybrid, then sharing and some positions."""
+    letters = [configs.load(s, "staged").model.layout for s in configs.STAGES]
+    assert letters == [
+        "rotary",
+        "half_interleaved",
+        "interleaved_rotary",
+        "interleaved_third_rotary",
+    ]
+    assert configs.load("1m", "staged").model.attention.kv_share == 3
+
+
+def test_bad_input_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--scale=tiny", "--config.step=3"]) == 2
+    assert 'Did you mean "steps"' in capsys.readouterr().err
+    assert main(["--scale=2p8t"]) == 2
+    assert "needs at least" in capsys.readouterr().err
+    with pytest.raises(UserError, match="config.context=0: must be greater than 0"):
+        stages(*parse(["--scale=tiny", "--config.context=0"]))
+
+
+def test_the_report_reads_what_stages_leave(tmp_path: Path) -> None:
+    found = stages(*parse(["--scale=tiny", f"--workdir={tmp_path}"]))
+    for n, config in enumerate(found):
+        records = [{"kind": "train", "step": s, "bits_per_byte": 4.0 - n} for s in range(1, 31)]
+        records.append({"kind": "eval", "step": 30, "bits_per_byte": 3.5 - n})
+        if n:
+            handed = {"bits_per_byte_before": 3.0, "bits_per_byte": 3.1}
+            records.insert(0, {"kind": "handover", "step": 0, **handed})
+        Path(config.workdir).mkdir()
+        text = "\n".join(map(json.dumps, records))
+        (Path(config.workdir) / "metrics.jsonl").write_text(text)
+        summary = json.dumps({"heldout_bits_per_byte": 3.5 - n})
+        (Path(config.workdir) / "summary.json").write_text(summary)
+    table = rows(found)
+    assert [r["bits/byte"] for r in table] == [3.5, 2.5, 1.5, 0.5]
+    assert table[1]["before"] == 3.0 and table[1]["handed over"] == 3.1
+    plot(found, tmp_path / "curriculum.png")
+    assert (tmp_path / "curriculum.png").stat().st_size > 1000
+
+
+def test_rows_of_the_recall_study_ask_what_they_say() -> None:
+    recall = recall_batch(0, 6, (4, 8))
+    assert recall.weights_BT.sum(1).tolist() == [4, 8] * 3
+    for tokens, targets, asked in zip(
+        recall.tokens_BT, recall.targets_BT, recall.weights_BT, strict=True
+    ):
+        for t in asked.nonzero()[0]:
+            first = list(tokens).index(tokens[t])
+            assert first < t and tokens[first + 1] == targets[t]
+    parity = parity_batch(0, 3, 9)
+    assert (parity.targets_BT[:, -1] == parity.tokens_BT.sum(1) % 2).all()

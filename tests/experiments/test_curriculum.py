@@ -40,7 +40,7 @@ def test_bad_input_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert 'Did you mean "steps"' in capsys.readouterr().err
     assert main(["--scale=2p8t"]) == 2
     assert "needs at least" in capsys.readouterr().err
-    with pytest.raises(UserError, match="config.context=0: must be greater than 0"):
+    with pytest.raises(UserError, match=r"config\.context=0: must be greater than 0"):
         stages(*parse(["--scale=tiny", "--config.context=0"]))
 
 

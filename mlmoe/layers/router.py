@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from mlmoe.config import MoEConfig
 from mlmoe.layers.capacity import assign
 
-# Bins of the margins: EVEN ones of (max b - min b + 2) / EVEN, about 2e-3, laid over FINE ones that
+# Bins of the margins: EVEN ones of (max b - min b + 2) / EVEN, about 3e-3, laid over FINE ones that
 # shrink with the distance to the bias, to 1e-6. Without the latter a router whose scores differ by
 # less than 2e-3 (saturated, or with narrow logits) jumps about and ends with dead experts.
-EVEN, FINE = 1024, 256
+EVEN, FINE = 768, 256
 BINS = EVEN + FINE
 NEAR = 1e-5  # the distance to the bias at which the fine bins stop shrinking
 TIE = 2.0**-17  # what decides between equal scores
@@ -77,8 +77,9 @@ def route(
         choice_NE = choice_BTE.reshape(-1, E)
         _, experts_NA = jax.lax.top_k(choice_NE, A)
         # The best of the others. As the last of the top A + 1 it makes XLA:CPU sort whole rows.
-        chosen_NE = jnp.any(experts_NA[..., None] == jnp.arange(E)[None, None], axis=1)
-        alpha_N = jnp.max(jnp.where(chosen_NE, -jnp.inf, choice_NE), axis=1)
+        last_N = jnp.min(jnp.take_along_axis(choice_NE, experts_NA, 1), axis=1)
+        alpha_N = jnp.max(jnp.where(choice_NE < last_N[:, None], choice_NE, -jnp.inf), axis=1)
+        alpha_N = jnp.where(jnp.isfinite(alpha_N), alpha_N, last_N)  # all others equal the last
         experts_NA = jnp.where(live_N[:, None], experts_NA, -1)
         rerouted, dropped = zero, zero
     # s / sum s as the softmax of log s: a quotient of scores of 1e-20 has no finite gradient.
@@ -113,15 +114,23 @@ def bounds(bias_E: jax.Array) -> tuple[jax.Array, jax.Array]:
 def place(margin_NE: jax.Array, bias_E: jax.Array) -> jax.Array:
     """Where margins lie on the axis of bins, 0 to BINS: u(m - b_j) - u(low - b_j), strictly rising.
 
-    u(d) = EVEN d / R + FINE / 2 sign(d) log(1 + |d| / NEAR) / log(1 + R / NEAR),  R = high - low
+    u(d) = EVEN d / R + FINE / 2 sign(d) log2(1 + |d| / NEAR) / log2(1 + R / NEAR),  R = high - low
     """
     low, high = bounds(bias_E)
-    fine = FINE / 2 / jnp.log1p((high - low) / NEAR)
+    fine = FINE / 2 / _log2(1.0 + (high - low) / NEAR)
 
     def u(d: jax.Array) -> jax.Array:
-        return EVEN / (high - low) * d + fine * jnp.sign(d) * jnp.log1p(jnp.abs(d) / NEAR)
+        return EVEN / (high - low) * d + fine * jnp.sign(d) * _log2(1.0 + jnp.abs(d) / NEAR)
 
     return u(margin_NE - bias_E[None]) - u(low - bias_E)[None]
+
+
+def _log2(x: jax.Array) -> jax.Array:
+    """The logarithm of x >= 1 at powers of 2, straight lines between: the bits of a float32.
+
+    It is taken of every margin; a real one would cost as much as the rest of the balance.
+    """
+    return jax.lax.bitcast_convert_type(x, jnp.int32).astype(jnp.float32) * 2.0**-23 - 127.0
 
 
 def at_place(place_E: jax.Array, bias_E: jax.Array) -> jax.Array:

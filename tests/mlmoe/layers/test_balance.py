@@ -9,7 +9,7 @@ import pytest
 
 from mlmoe.layers import balance
 from mlmoe.layers.balance import max_violation, quantile, quantile_sign, sign
-from mlmoe.layers.router import EVEN, RouterStats, at_place, place
+from mlmoe.layers.router import BINS, RouterStats, at_place, place
 from tests.golden import load
 from tests.mlmoe.layers.test_router import logits_of, moe_config, routing_of, run
 
@@ -51,7 +51,7 @@ def test_fractional_shares_stay_within_a_bin_of_the_sort(shape: tuple[int, int, 
         stats = run(logits_of(s_NE), jnp.zeros(E), live_N, k, kind)[2]
         want = exact_quantile(margin_NE, k)
         np.testing.assert_allclose(
-            jax.jit(quantile)(jnp.zeros(E), stats), want, atol=2.1 * 2 / EVEN
+            jax.jit(quantile)(jnp.zeros(E), stats), want, atol=2.1 * 2 / BINS
         )
 
 
@@ -108,7 +108,7 @@ def test_places_of_margins_rise_and_can_be_undone() -> None:
     near_NE = b_E[None] + jnp.linspace(-1e-4, 1e-4, 101)[:, None]
     for m_NE in (margin_NE, near_NE):
         u_NE = place(m_NE, b_E)
-        assert float(u_NE.min()) >= 0 and float(u_NE.max()) <= 1280
+        assert float(u_NE.min()) >= 0 and float(u_NE.max()) <= BINS
         assert float(jnp.diff(u_NE, axis=0).min()) >= 0
         back_NE = jax.vmap(at_place, (0, None))(u_NE, b_E)
         np.testing.assert_allclose(back_NE, m_NE, atol=1e-6)

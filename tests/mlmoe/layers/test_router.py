@@ -13,7 +13,6 @@ from mlmoe.config import MoEConfig, from_dict
 from mlmoe.layers.balance import max_violation, quantile
 from mlmoe.layers.router import (
     BINS,
-    EVEN,
     RouterStats,
     Routing,
     _matmul_count,
@@ -56,7 +55,7 @@ def test_routes_and_quantile_step_meet_the_reference(step: int) -> None:
     np.testing.assert_array_equal(experts, ref["experts"][step])
     np.testing.assert_allclose(weights, ref["weights"][step], rtol=1e-5)
     np.testing.assert_array_equal(stats.load_E, ref["load"][step])
-    width = (b_E.max() - b_E.min() + 2) / EVEN
+    width = (b_E.max() - b_E.min() + 2) / BINS
     np.testing.assert_allclose(quantile(b_E, stats), ref["next_bias"][step], atol=width)
 
 

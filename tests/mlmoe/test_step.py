@@ -65,7 +65,7 @@ def reference() -> tuple[TrainState, Any]:
 
 @pytest.mark.parametrize(
     ("accumulate", "devices"),
-    [pytest.param(4, 1, marks=pytest.mark.slow), (1, 8), (2, 4)],
+    [*(pytest.param(*x, marks=pytest.mark.slow) for x in ((4, 1), (1, 8))), (2, 4)],
 )
 def test_micro_batches_and_devices_change_nothing(
     accumulate: int, devices: int, reference: tuple[TrainState, Any]
@@ -87,7 +87,7 @@ def test_statistics_cross_devices_in_one_collective_a_step() -> None:
     assert [c.shape for c in counts] == [(2, moe.experts, BINS)]
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("optimizer", ["muon", pytest.param("adamw", marks=pytest.mark.slow)])
 def test_it_learns_a_batch(optimizer: str) -> None:
     config = run_config(optim__name=optimizer, optim__lr=0.02, optim__adam_lr=0.02)
     mesh = make_mesh(jax.devices()[:1])

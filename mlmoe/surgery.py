@@ -96,9 +96,7 @@ def plan(old: ModelConfig, new: ModelConfig, old_params: Any, new_params: Any) -
 def _move(
     old: ModelConfig, new: ModelConfig, name: str, before: Mapping[str, Any], shape: Any
 ) -> Move:
-    layer = _layer_of(name)
-    letters = (old.letters[layer], new.letters[layer]) if layer is not None else ("", "")
-    part = name.partition("/")[2] if layer is not None else name
+    _, letters, part = _where(old, new, name)
     if part.startswith("mixer/") and _changes_kind(*letters):
         return _into_incremental(old, new, name, part.removeprefix("mixer/"), letters)
     if name not in before:
@@ -135,9 +133,7 @@ def _into_incremental(
 
 
 def _drop(old: ModelConfig, new: ModelConfig, name: str) -> Move:
-    layer = _layer_of(name)
-    letters = (old.letters[layer], new.letters[layer]) if layer is not None else ("", "")
-    part = name.partition("/")[2] if layer is not None else name
+    layer, letters, part = _where(old, new, name)
     if part.startswith("mixer/") and _changes_kind(*letters):
         return Move(name, "dropped", f"its layer is now {LETTERS[letters[1]]}")
     if layer is not None and new.follows[layer] and part.startswith(("mixer/w_dkv", "mixer/kv_n")):
@@ -214,6 +210,16 @@ def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
 def _layer_of(name: str) -> int | None:
     head = name.partition("/")[0]
     return int(head.removeprefix("layer ")) if head.startswith("layer ") else None
+
+
+def _where(
+    old: ModelConfig, new: ModelConfig, name: str
+) -> tuple[int | None, tuple[str, str], str]:
+    """A tensor's layer, that layer's letters before and after, and its name within the layer."""
+    layer = _layer_of(name)
+    if layer is None:
+        return None, ("", ""), name
+    return layer, (old.letters[layer], new.letters[layer]), name.partition("/")[2]
 
 
 def _changes_kind(was: str, now: str) -> bool:

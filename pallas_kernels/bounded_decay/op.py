@@ -214,14 +214,18 @@ def _check_segment_ids(op: str, segment_ids: jax.Array | None, shape: tuple[int,
         raise ValueError(f"{op}: segment_ids is {segment_ids.dtype}; it must be int32")
 
 
+def _values(x: jax.Array, segment_ids: jax.Array | None) -> np.ndarray:
+    """What x holds outside padding; nothing where it cannot be looked at, as inside a trace."""
+    for array in (x, segment_ids):
+        if isinstance(array, jax.core.Tracer) or not getattr(array, "is_fully_addressable", True):
+            return np.zeros(0, np.float32)
+    values = np.asarray(x, np.float32)
+    return values if segment_ids is None else values[np.asarray(segment_ids) != 0]
+
+
 def _check_decay(op: str, g: jax.Array, segment_ids: jax.Array | None) -> None:
-    """Looks at the values of g where there are any here: numpy or an array that is no tracer."""
-    for x in (g, segment_ids):
-        if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
-            return
-    values = np.asarray(g, np.float32)
-    if segment_ids is not None:
-        values = values[np.asarray(segment_ids) != 0]
+    """Looks at the values of g where there are any here."""
+    values = _values(g, segment_ids)
     if not values.size:
         return
     low, high = float(np.min(values)), float(np.max(values))  # NaN if there is one
@@ -235,13 +239,7 @@ def _check_decay(op: str, g: jax.Array, segment_ids: jax.Array | None) -> None:
 
 def _check_beta(op: str, beta: jax.Array | None, segment_ids: jax.Array | None) -> None:
     """Like _check_decay: above 2 the delta rule's I - beta k k^T grows the state."""
-    if beta is None or any(
-        isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True)
-        for x in (beta, segment_ids)
-    ):
-        return
-    values = np.asarray(beta, np.float32)
-    values = values if segment_ids is None else values[np.asarray(segment_ids) != 0]
+    values = np.zeros(0) if beta is None else _values(beta, segment_ids)
     if values.size and not (values.min() >= -G_TOLERANCE and values.max() <= 2 + G_TOLERANCE):
         raise ValueError(
             f"{op}: beta spans [{values.min():.6g}, {values.max():.6g}] outside padding; it must "

@@ -188,13 +188,19 @@ def describe(moves: list[Move], shapes: Mapping[str, tuple[int, ...]]) -> str:
     """One line a tensor that is not simply carried, and the totals."""
     lines = [
         f"  {m.name} {list(shapes.get(m.name, ()))}: {m.how}{', ' + m.note if m.note else ''}"
-        for m in sorted(moves, key=lambda m: (_layer_of(m.name) or -1, m.name))
+        for m in sorted(moves, key=_order)
         if m.how != "carried" or m.note
     ]
     sizes = {how: sum(math.prod(shapes.get(m.name, ())) for m in moves if m.how == how)
              for how in ("carried", "converted", "new")}  # fmt: skip
     total = ", ".join(f"{n:,} {how}" for how, n in sizes.items() if n)
     return "\n".join([*lines, f"  parameters: {total}"])
+
+
+def _order(move: Move) -> tuple[int, str]:
+    """The embedding and its like first, then layer by layer."""
+    layer = _layer_of(move.name)
+    return -1 if layer is None else layer, move.name
 
 
 def _shapes(config: ModelConfig, tree: Any) -> dict[str, tuple[int, ...]]:

@@ -13,7 +13,6 @@ Exit codes are those of experiments.launch.
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,9 @@ from experiments import evals
 from experiments.ablate.results import save_figure, table
 from experiments.launch import apply_overrides, check_fits
 from mlmoe.config import ARCHITECTURES, TrainConfig, from_dict
-from mlmoe.errors import UserError
 from mlmoe.metrics import read_metrics
 from mlmoe.report import SUMMARY
-from mlmoe.stop import leave
+from mlmoe.stop import run_program
 from pallas_kernels.libtpu import describe_no_tpu
 
 TASKS = "passkey,needle_single"
@@ -126,32 +124,21 @@ def report(found: Sequence[TrainConfig]) -> None:
         asked = ["--tasks", *(TASKS.split(",") if config == found[-1] else ())]
         lengths = [str(c.context) for c in found[:-1]]
         where = ["--lengths", *lengths, "--examples", "8", "--positions", str(config.context)]
-        code = evals.main([config.workdir, *asked, *where])
-        if code:
-            raise UserError(f"the evaluation of {config.workdir} ended with code {code}")
+        evals.main([config.workdir, *asked, *where])
 
 
 def main(argv: list[str]) -> int:
     """Trains every stage; returns the exit code."""
     describe_no_tpu()
-    try:
-        found = stages(*parse(argv))
-        from mlmoe.loop import train
+    found = stages(*parse(argv))
+    from mlmoe.loop import train
 
-        for config in found:
-            print(f"\n== stage {config.stage}, {config.context:,} tokens a row", flush=True)
-            train(config)
-        report(found)
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+    for config in found:
+        print(f"\n== stage {config.stage}, {config.context:,} tokens a row", flush=True)
+        train(config)
+    report(found)
     return 0
 
 
 if __name__ == "__main__":
-    try:
-        exit_code = main(sys.argv[1:])
-    except KeyboardInterrupt:
-        print("\nstopped by SIGINT between two stages: the same command goes on")
-        exit_code = 130
-    leave(exit_code)
+    run_program(main, "between two stages: the same command goes on")

@@ -15,7 +15,6 @@ Examples are never among those that the source 'tasks' trains on. Exit codes: 0 
 """
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -34,7 +33,7 @@ from mlmoe.data.tasks.example import Example, check_depth
 from mlmoe.data.tokenizers import ByteTokenizer, make_tokenizer
 from mlmoe.errors import UserError, one_of, require
 from mlmoe.sharding import make_mesh
-from mlmoe.stop import Stopped, StopSignal, leave
+from mlmoe.stop import Stopped, StopSignal, leave, run_program
 from mlmoe.task_eval import Evaluator, PositionLoss, long_pieces, rows_at
 from mlmoe.trained import Trained, load_trained
 from pallas_kernels.libtpu import describe_no_tpu
@@ -269,21 +268,13 @@ def main(argv: list[str]) -> int:
     except Stopped as e:
         print(f"\nstopped by {e}")
         leave(e.code)  # what still runs in a thread ends with the process
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
     except jax.errors.JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise
-        print(f"error: out of memory: {str(e).splitlines()[0]}. Try shorter --lengths", sys.stderr)
-        return 2
+        message = f"out of memory: {str(e).splitlines()[0]}. Try shorter --lengths"
+        raise UserError(message) from e
     return 0
 
 
 if __name__ == "__main__":
-    try:
-        exit_code = main(sys.argv[1:])
-    except KeyboardInterrupt:
-        print("\nstopped by SIGINT before anything was measured")
-        exit_code = 130
-    leave(exit_code)  # whatever still runs in a thread must not speak after the end
+    run_program(main, "before anything was measured")

@@ -17,7 +17,6 @@ diverged, 130 and 143 stopped by a signal.
 
 import difflib
 import os
-import sys
 from typing import Any
 
 from absl import flags
@@ -28,7 +27,7 @@ from configs.scales import SCALES
 from mlmoe.config import TrainConfig, from_dict
 from mlmoe.count import parameters, training_bytes
 from mlmoe.errors import UserError
-from mlmoe.stop import leave
+from mlmoe.stop import run_program
 from pallas_kernels.libtpu import describe_no_tpu
 
 
@@ -138,22 +137,13 @@ def main(argv: list[str]) -> int:
         print((__doc__ or "").format(stages=", ".join(configs.STAGES), scales=", ".join(SCALES)))
         return 0 if argv else 2
     describe_no_tpu()
-    try:
-        config = parse(argv)
-        check_fits(config)
-        from mlmoe.loop import train
+    config = parse(argv)
+    check_fits(config)
+    from mlmoe.loop import train
 
-        train(config)
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+    train(config)
     return 0
 
 
 if __name__ == "__main__":
-    try:
-        exit_code = main(sys.argv[1:])
-    except KeyboardInterrupt:
-        print("\nstopped by SIGINT before the first step: nothing to save")
-        exit_code = 130
-    leave(exit_code)  # whatever still runs in a thread after an error must not speak after it
+    run_program(main, "before the first step: nothing to save")

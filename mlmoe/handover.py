@@ -45,18 +45,18 @@ def plan_hand_over(config: TrainConfig, program: Program) -> HandOver:
 
 
 def hand_over(
+    found: HandOver,
     config: TrainConfig,
     program: Program,
     mesh: jax.sharding.Mesh,
     heldout: tuple[list[Batch], int],
     check: Callable[[], None],
 ) -> tuple[TrainState, float]:
-    """The first state of this run, made of the newest checkpoint of `config.init_from`.
+    """The first state of this run: `found`, done with the newest checkpoint of `config.init_from`.
 
     Prints what becomes of each tensor. Also returns the held-out bits/byte of the old model, on
     this run's rows and length; nan without held-out text.
     """
-    found = plan_hand_over(config, program)
     trained = load_trained(config.init_from, mesh)
     shapes = {k: v.shape for k, v in _named(found.old, trained.state).items()}
     fresh = first_state(program, mesh)

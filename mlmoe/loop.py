@@ -36,7 +36,7 @@ from mlmoe.data.sources import open_corpus
 from mlmoe.data.tokenizers import check_vocab, make_tokenizer
 from mlmoe.errors import UserError
 from mlmoe.evaluate import evaluate
-from mlmoe.handover import hand_over, plan_hand_over
+from mlmoe.handover import HandOver, hand_over, plan_hand_over
 from mlmoe.layers.balance import Starvation
 from mlmoe.layout import INCREMENTAL
 from mlmoe.metrics import MetricsLog, Progress, Values, to_host
@@ -84,6 +84,7 @@ class Run:
         self.start_step = 0
         self.saved_step: int | None = None
         self.eval_step: Any = None
+        self.hand_over: HandOver | None = None  # what init_from gives, at the start of this run
         self.handed_over: dict[str, float] = {}  # held-out bits/byte around it
         self.probe: Any = None
         has_states = any(letter in INCREMENTAL for letter in config.model.letters)
@@ -111,12 +112,12 @@ class Run:
         return found.state
 
     def first_state(self) -> TrainState:
-        """The state before step 0: fresh, or with the weights of `config.init_from`."""
-        if not self.config.init_from:
+        """The state before step 0: fresh, or with the weights that `hand_over` gives."""
+        if self.hand_over is None:
             return first_state(self.program, self.mesh)
         heldout = self.heldout(self.config.eval_bytes)
         args = (self.config, self.program, self.mesh, heldout, self.stop.check)
-        state, before = hand_over(*args)
+        state, before = hand_over(self.hand_over, *args)
         if heldout[0]:
             after = self.evaluate(state, *heldout, print)["bits_per_byte"]
             print(f"held-out bits/byte: {before:.4f} before the hand-over, {after:.4f} after it")
@@ -175,7 +176,7 @@ def train(config: TrainConfig) -> None:
         if is_finished(run):
             return
         if config.init_from and not checkpoints.directories():
-            plan_hand_over(config, run.program)  # refuses before anything is compiled
+            run.hand_over = plan_hand_over(config, run.program)  # or refuses, before compiling
         print(run.corpus.describe())
         if lost := lossy(run.corpus, run.tokenizer):
             print(f"warning: {lost}")

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
 
+from mlmoe.errors import UserError
+
 T = TypeVar("T")
 EXIT_CODE = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
@@ -83,8 +85,24 @@ class StopSignal:
                 self.check()
 
 
+def run_program(main: Callable[[list[str]], int], interrupted: str) -> None:
+    """Ends the process with the code of `main(arguments)`; 2 after a UserError, said in one line.
+
+    `interrupted` is what Ctrl-C cost, where `main` was not the one to say so.
+    """
+    try:
+        code = main(sys.argv[1:])
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        code = 2
+    except KeyboardInterrupt:
+        print(f"\nstopped by SIGINT {interrupted}")
+        code = EXIT_CODE[signal.SIGINT]
+    leave(code)
+
+
 def leave(code: int) -> None:
-    """Ends the process now, without waiting for abandoned threads."""
+    """Ends the process now: what an abandoned thread still has to say is not heard."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -15,7 +15,6 @@ Each prints a Markdown table; balance, activation, latent and recall also write 
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 from experiments.ablate import (
@@ -28,7 +27,7 @@ from experiments.ablate import (
     step_time,
 )
 from experiments.ablate.arguments import at_least
-from mlmoe.errors import UserError
+from mlmoe.stop import run_program
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -60,29 +59,25 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     """One study; returns the exit code."""
     args = parse(argv)
-    try:
-        match args.study:
-            case "hybrid_vs_dense":
-                hybrid_vs_dense.study(args.seeds, args.seconds)
-            case "balance":
-                balance.study(args.seeds, args.steps, args.experts, args.strategies, args.out)
-            case "balance_cost":
-                balance_cost.study()
-            case "activation":
-                activation.study(args.seeds, args.steps, args.out)
-            case "latent":
-                latent.study(args.seeds, args.steps, args.out)
-            case "recall":
-                recall.study(args.seeds, args.steps, args.parity_steps, args.out)
-            case "step_time":
-                step_time.study()
-            case "arm":
-                print(json.dumps(hybrid_vs_dense.run_arm(args.name, args.seed, args.seconds)))
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+    match args.study:
+        case "hybrid_vs_dense":
+            hybrid_vs_dense.study(args.seeds, args.seconds)
+        case "balance":
+            balance.study(args.seeds, args.steps, args.experts, args.strategies, args.out)
+        case "balance_cost":
+            balance_cost.study()
+        case "activation":
+            activation.study(args.seeds, args.steps, args.out)
+        case "latent":
+            latent.study(args.seeds, args.steps, args.out)
+        case "recall":
+            recall.study(args.seeds, args.steps, args.parity_steps, args.out)
+        case "step_time":
+            step_time.study()
+        case "arm":
+            print(json.dumps(hybrid_vs_dense.run_arm(args.name, args.seed, args.seconds)))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_program(main, "before the end of the study")

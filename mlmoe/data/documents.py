@@ -6,6 +6,7 @@ is text, or an int32 array where the corpus is stored as token ids. `docs[i]` ra
 """
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -87,7 +88,7 @@ def check_text(text: str, where: str) -> str:
 
 def _at(where: str, newlines_before: int) -> str:
     """'file:line' for a whole file; a row ('file:row') has its number already."""
-    return where if ":" in where else f"{where}:{newlines_before + 1}"
+    return where if re.search(r":\d+$", where) else f"{where}:{newlines_before + 1}"
 
 
 def stable_hash(data: bytes) -> int:

@@ -182,6 +182,7 @@ def recurrent_step(
     if state.dtype != jnp.float32:
         raise ValueError(f"{op}: state is {state.dtype}; it must be float32")
     _check_decay(op, g, None)
+    _check_beta(op, beta, None)
     return recurrent_step_ref(state, q, k, v, g, beta, scale)
 
 

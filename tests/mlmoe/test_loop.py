@@ -239,11 +239,11 @@ def test_a_hand_over_that_cannot_be_is_refused_before_compiling(
 
 
 LATE = """
-import sys
 from experiments import launch
 from mlmoe.data import sources
+from mlmoe.stop import run_program
 sources.READ_WHOLE_BYTES = -1  # a corpus too large to be read at the start
-sys.exit(launch.main(sys.argv[1:]))
+run_program(launch.main, "")
 """
 
 

@@ -46,3 +46,19 @@ def test_a_second_signal_leaves_at_once() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 130 and "still here" not in run.stdout
+
+
+def test_a_program_ends_with_its_code() -> None:
+    code = (
+        "import sys\nfrom mlmoe.errors import UserError\nfrom mlmoe.stop import run_program\n"
+        "def main(argv):\n    raise {0}\n    return 0\nrun_program(main, 'before anything')"
+    )
+    for raised, status, out, err in (
+        ("UserError('a is 3')", 2, "", "error: a is 3\n"),
+        ("KeyboardInterrupt", 130, "\nstopped by SIGINT before anything\n", ""),
+    ):
+        command = [sys.executable, "-c", code.format(raised)]
+        run = subprocess.run(command, capture_output=True, text=True)
+        assert (run.returncode, run.stdout, run.stderr) == (status, out, err)
+    fine = code.replace("    raise {0}\n", "")
+    assert subprocess.run([sys.executable, "-c", fine]).returncode == 0

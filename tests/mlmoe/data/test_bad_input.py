@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import sys
 
 import numpy as np
@@ -40,11 +41,11 @@ def test_a_bad_line_is_named_or_counted(open_file, case):
 
 @pytest.mark.parametrize(
     ("data", "says"),
-    [(b"a\ncaf\xe9", "b.txt:2: invalid UTF-8"), (b"a\n\nb\0", "b.txt:3: a NUL byte")],
+    [(b"a\ncaf\xe9", "b:b.txt:2: invalid UTF-8"), (b"a\n\nb\0", "b:b.txt:3: a NUL byte")],
 )
 def test_a_bad_text_file_is_named_or_counted(make_config, tmp_path, data, says):
     (tmp_path / "a.txt").write_bytes(b"fine")
-    (tmp_path / "b.txt").write_bytes(data)
+    (tmp_path / "b:b.txt").write_bytes(data)
     with pytest.raises(UserError, match=says):
         open_corpus(make_config(source="files", path=str(tmp_path)), make_tokenizer("bytes"))
     config = make_config(source="files", path=str(tmp_path), on_bad="skip")
@@ -110,6 +111,28 @@ def test_bad_parquet(make_config, tmp_path, columns, says):
     config = make_config(source="parquet", path=str(tmp_path / "x.parquet"))
     with pytest.raises(UserError, match=says):
         open_corpus(config, make_tokenizer("bytes"))
+
+
+def test_a_parquet_column_that_is_there_twice(make_config, tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    pq.write_table(table, tmp_path / "x.parquet")
+    config = make_config(source="parquet", path=str(tmp_path / "x.parquet"))
+    with pytest.raises(UserError, match=r"x\.parquet: 2 columns 'text'"):
+        open_corpus(config, make_tokenizer("bytes"))
+
+
+def test_a_file_name_that_is_not_utf8(make_config, tmp_path):
+    (tmp_path / "good.txt").write_text("good")
+    try:
+        with open(os.fsencode(tmp_path) + b"/caf\xe9.txt", "w") as file:
+            file.write("text")
+    except OSError:
+        pytest.skip("this file system has no such names")
+    with pytest.raises(UserError, match=r"the file name 'caf\\udce9.txt' is not UTF-8"):
+        open_corpus(make_config(source="files", path=str(tmp_path)), make_tokenizer("bytes"))
 
 
 def test_empty_parquet_and_array_record_files(make_config, tmp_path):

@@ -1,5 +1,6 @@
 """Held-out accounting: every byte once, whatever the batch size; and the baselines."""
 
+import json
 import math
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 from mlmoe.data import baseline_bits, heldout_batches, heldout_texts, make_tokenizer
 from mlmoe.data.baselines import _trigram_counts
-from mlmoe.data.heldout import _pack
+from mlmoe.data.heldout import _pack, lossy
 from mlmoe.errors import UserError
 
 BYTES = make_tokenizer("bytes")
@@ -101,6 +102,18 @@ def test_token_files_count_bytes_that_are_no_text(open_file):
     corpus = open_file("bin", "x.bin", ids.tobytes(), heldout=0.3)
     batches, n_bytes = heldout_batches(corpus, **ALL, context=32, batch_size=2)
     assert n_bytes == sum(int(np.sum(b.weights_BT * (b.targets_BT < 256))) for b in batches)
+
+
+def test_a_tokenizer_that_loses_text_is_named(open_texts, bpe_path, tmp_path):
+    corpus = open_texts(["the Cat sat", "the mat", "THE END", "more"], heldout=0.5)
+    kept = make_tokenizer(str(bpe_path))
+    assert lossy(corpus, make_tokenizer("bytes")) == lossy(corpus, kept) == ""
+    content = json.loads(bpe_path.read_text()) | {"normalizer": {"type": "Lowercase"}}
+    (tmp_path / "lower.json").write_text(json.dumps(content))
+    changed = [t for t in corpus.parts[0].heldout if t != t.lower()]
+    assert changed
+    said = f"does not give back {len(changed)} of {len(corpus.parts[0].heldout)} held-out documents"
+    assert said in lossy(corpus, make_tokenizer(str(tmp_path / "lower.json")))
 
 
 def test_packing_is_best_fit_longest_first():

@@ -87,6 +87,18 @@ def test_a_model_that_spells_its_control_token_gets_new_ids(tmp_path):
     assert tokenizer.eos_id not in tokenizer.encode("a </s> b")
 
 
+def test_models_that_cannot_encode_are_named(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    no_token = tokenizers.Tokenizer(tokenizers.models.BPE())
+    no_unknown = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="[UNK]"))
+    no_token.save(str(tmp_path / "no_token.json"))
+    no_unknown.save(str(tmp_path / "no_unknown.json"))
+    with pytest.raises(UserError, match=r"no_token\.json: the tokenizer has no token"):
+        make_tokenizer(str(tmp_path / "no_token.json"))
+    with pytest.raises(UserError, match=r"no_unknown\.json: the tokenizer cannot encode"):
+        make_tokenizer(str(tmp_path / "no_unknown.json")).encode("b")
+
+
 def test_fingerprints_differ(bpe_path, tmp_path):
     (tmp_path / "other.json").write_text(bpe_path.read_text() + "\n")
     specs = ("bytes", str(bpe_path), str(tmp_path / "other.json"))

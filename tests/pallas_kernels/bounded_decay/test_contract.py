@@ -107,6 +107,7 @@ def test_a_step_names_a_wrong_shape(x):
         ({"g": None}, "g has None; to go with q"),
         ({"q": x["q"]}, r"q and v must be \[B,H,width\]"),
         ({"g": token["g"] + 6}, "g spans .* a log decay must lie in"),
+        ({"beta": token["beta"] + 3}, "beta spans .* it must lie in"),
     ):
         with pytest.raises(ValueError, match=f"recurrent_step: {says}"):
             recurrent_step(x["initial_state"], **token | change)

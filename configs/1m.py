@@ -14,6 +14,7 @@ from configs import base
 def get_config(architecture: str = "fixed") -> ConfigDict:
     c = base.get_config()
     base.next_stage(c, "1m", context=1_048_576, batch=16, steps=2_000)
+    c.data.join_files = True
     if architecture == "staged":
         c.model.layout = "interleaved_third_rotary"
         c.model.attention.update(rope_theta=1e8, kv_share=3)

@@ -13,6 +13,7 @@ from configs import base
 def get_config(architecture: str = "fixed") -> ConfigDict:
     c = base.get_config()
     base.next_stage(c, "256k", context=262_144, batch=64, steps=4_000)
+    c.data.join_files = True
     if architecture == "staged":
         c.model.layout = "interleaved_rotary"
         c.model.attention.rope_theta = 5e7

@@ -40,6 +40,7 @@ def next_stage(c: ConfigDict, name: str, context: int, batch: int, steps: int) -
     """A later stage of the curriculum: longer rows, fewer of them, a fifth of the learning rate."""
     c.update(stage=name, context=context, batch=batch, steps=steps)
     c.update(eval_every=steps // 10, save_every=steps // 10, state_check_every=steps // 10)
+    c.data.update(packing="best_fit", long_rows=0.5)
     c.optim.update(lr=c.optim.lr / 5, adam_lr=c.optim.adam_lr / 5, warmup=steps // 20)
 
 
@@ -125,6 +126,8 @@ def data() -> ConfigDict:
     d.pack_bins = (
         32  # rows filled side by side, each from its own documents; at least the rows of a process
     )
+    d.join_files = False  # stdlib, files: files of a folder follow each other in one document
+    d.long_rows = 0.0  # share of the rows made of documents of at least 3/4 row; 0: as they come
     d.heldout = 0.05  # share of documents held out, by hash
     d.on_bad = "raise"  # a bad document stops the run (raise) or is counted and left out (skip)
     d.max_line_mb = 64  # jsonl: a longer line is a bad document

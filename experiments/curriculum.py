@@ -2,12 +2,15 @@
 
     python -m experiments.curriculum --scale=tiny                         the final architecture
     python -m experiments.curriculum --scale=tiny --architecture=staged   attention, then hybrid
+    python -m experiments.curriculum --scale=tiny --budget=long           more steps: hours
     python -m experiments.curriculum --scale=tiny --config.optim.lr=1e-3  any field, in every stage
 
 Stages: {stages}. They train on the Python library's sources and on tasks that need the whole
-context, in runs/curriculum-SCALE-ARCHITECTURE/STAGE. The same command goes on where it was stopped.
+context, in runs/curriculum-SCALE-ARCHITECTURE[-long]/STAGE. The same command goes on where it was
+stopped.
 At the end: a table of the stages, the loss over the whole curriculum (curriculum.png), the loss by
-position for each stage, and the tasks by length and depth for the last one (evals/).
+position for each stage, and the pass key by length and depth for the last one, up to four times
+the longest row (evals/).
 Exit codes are those of experiments.launch.
 """
 
@@ -30,8 +33,10 @@ from mlmoe.report import SUMMARY
 from mlmoe.stop import run_program
 from pallas_kernels.libtpu import describe_no_tpu
 
-TASKS = "passkey,needle_single"
-MIXTURE = (("stdlib", "", 0.7), ("tasks", TASKS, 0.3))
+TASKS = ("passkey", "needle_single")
+MIXTURE = (("stdlib", "", 0.7), ("tasks", ",".join(TASKS), 0.3))
+BUDGETS = {"short": (1, 1, 1, 1), "long": (3, 10, 10, 6)}  # times the steps of each stage
+SAME = 1e-4  # bits/byte that are no difference
 SMOOTH = 20  # records of training that a point of the plot is the mean of
 
 
@@ -44,17 +49,22 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--scale", choices=tuple(SCALES), required=True)
     parser.add_argument("--architecture", choices=ARCHITECTURES, default="fixed")
+    parser.add_argument("--budget", choices=tuple(BUDGETS), default="short")
     parser.add_argument("--workdir", type=Path, help="folder with a folder for each stage")
     return parser.parse_known_args(argv)
 
 
 def stages(args: argparse.Namespace, overrides: Sequence[str]) -> list[TrainConfig]:
     """The config of every stage, each starting from the one before. Raises UserError."""
-    default = Path(f"runs/curriculum-{args.scale}-{args.architecture}")
+    longer = "" if args.budget == "short" else f"-{args.budget}"
+    default = Path(f"runs/curriculum-{args.scale}-{args.architecture}{longer}")
     root, before, found = args.workdir or default, "", []
-    for stage in configs.STAGES:
+    for stage, times in zip(configs.STAGES, BUDGETS[args.budget], strict=True):
         c = configs.load(f"{stage}:{args.scale}", args.architecture)
         c.data.update(mixture=MIXTURE, packing="best_fit")
+        c.update(steps=times * c.steps, save_every=times * c.save_every)
+        c.optim.warmup *= times
+        c.eval_every = max(1, c.steps // 20)  # fine enough to see when a hand-over is made up for
         c.sample_tokens = 0
         apply_overrides(c, list(overrides))
         c.update(workdir=str(root / stage), init_from=before)
@@ -80,10 +90,23 @@ def rows(found: Sequence[TrainConfig]) -> list[dict[str, Any]]:
                 "tokens": config.steps * config.batch * config.context,
                 "before": handed.get("bits_per_byte_before", float("nan")),
                 "handed over": handed.get("bits_per_byte", float("nan")),
+                "recovered": recovered(records, config.steps),
                 "bits/byte": summary["heldout_bits_per_byte"],
             }
         )
     return out
+
+
+def recovered(records: Sequence[dict[str, Any]], steps: int) -> float:
+    """Share of the stage's steps until the held-out loss was no worse than before the hand-over;
+    nan without one, inf where it never was."""
+    handed = next((r for r in records if r["kind"] == "handover"), None)
+    if handed is None:
+        return float("nan")
+    before = handed["bits_per_byte_before"]
+    tests = [handed, *(r for r in records if r["kind"] == "eval")]
+    back = (r["step"] / steps for r in tests if r["bits_per_byte"] <= before + SAME)
+    return next(back, float("inf"))
 
 
 def plot(found: Sequence[TrainConfig], path: Path) -> None:
@@ -117,14 +140,18 @@ def plot(found: Sequence[TrainConfig], path: Path) -> None:
 def report(found: Sequence[TrainConfig]) -> None:
     """The table, the plot, and the evaluations of what the stages left."""
     root = Path(found[-1].workdir).parent
-    columns = ["context", "tokens", "before", "handed over", "bits/byte"]
+    columns = ["context", "tokens", "before", "handed over", "recovered", "bits/byte"]
     print("\n" + table(rows(found), ("stage", "layout"), columns))
+    print("recovered: share of the stage's steps until the loss was as before the hand-over")
     plot(found, root / "curriculum.png")
+    longest = found[-1].context
+    lengths = [*(c.context for c in found), 4 * longest]
     for config in found:
-        asked = ["--tasks", *(TASKS.split(",") if config == found[-1] else ())]
-        lengths = [str(c.context) for c in found[:-1]]
-        where = ["--lengths", *lengths, "--examples", "8", "--positions", str(config.context)]
-        evals.main([config.workdir, *asked, *where])
+        asked = [config.workdir, "--positions", str(config.context), "--tasks"]
+        if config == found[-1]:
+            asked += [TASKS[0], "--examples", "16", "--tokens", str(4 * longest)]
+            asked += ["--lengths", *map(str, lengths)]
+        evals.main(asked)
 
 
 def main(argv: list[str]) -> int:

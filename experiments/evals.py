@@ -64,6 +64,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--lengths", nargs="+", type=at_least(1), metavar="N", help="default: 1, 2, 4 x context")
     add("--depths", nargs="+", type=float, default=[0.0, 0.25, 0.5, 0.75, 1.0], metavar="X")
     add("--examples", type=at_least(1), default=32, help="for each task, length and depth")
+    add("--tokens", type=at_least(1), help="most of them together, where there are several")
     add("--positions", type=at_least(0), help="tokens; default: 4 x context, as texts allow; 0: no")
     add("--seed", type=at_least(0), default=0, help="of the examples")
     add("--expert", type=at_least(1), default=1, help="devices that share a copy of the experts")
@@ -129,7 +130,8 @@ def score_tasks(
 ) -> None:
     """Appends to `rows` as it goes, so that a stop keeps what there is."""
     for length in lengths if args.tasks else ():
-        size = rows_at(length, args.examples, evaluator.mesh)
+        count = examples_at(args, length)
+        size = rows_at(length, count, evaluator.mesh)
         print(f"compiling for {length} tokens, {size} rows at a time ...", flush=True)
         began = time.perf_counter()
         step = stop.run(partial(evaluator.compile_answers, size, length, BYTES.vocab_size))
@@ -140,7 +142,7 @@ def score_tasks(
                 where = "" if depth is None else f", depth {depth:g}"
                 what = f"{name}, {length} tokens{where}"
                 examples = examples_of(args, name, length, depth)
-                tick = Ticker(stop, what, size, args.examples).tick
+                tick = Ticker(stop, what, size, count).tick
                 score = stop.run(partial(evaluator.score, step, examples, size, length, tick))
                 row = {
                     "task": name,
@@ -171,11 +173,16 @@ class Ticker:
         self.done += self.rows
 
 
+def examples_at(args: argparse.Namespace, length: int) -> int:
+    """Fewer where they are long, if --tokens says so."""
+    return max(1, min(args.examples, (args.tokens or args.examples * length) // length))
+
+
 def examples_of(
     args: argparse.Namespace, name: str, length: int, depth: float | None
 ) -> Iterator[Example]:
     """The examples of one row of the table; the same numbers at every depth."""
-    for number in range(args.examples):
+    for number in range(examples_at(args, length)):
         at = 0.0 if depth is None else depth
         yield evaluation_example(name, length, seed=args.seed, number=number, depth=at)
 

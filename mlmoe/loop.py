@@ -28,7 +28,7 @@ from mlmoe.build import (
 )
 from mlmoe.checkpoint import Checkpoints
 from mlmoe.config import TrainConfig, check_devices, to_dict
-from mlmoe.data.batch import Batch
+from mlmoe.data.batch import Batch, cut_share
 from mlmoe.data.heldout import heldout_batches, lossy
 from mlmoe.data.pipeline import train_batches
 from mlmoe.data.resume_check import describe_difference, fingerprint
@@ -282,6 +282,7 @@ class StepReader:
 
     def __init__(self, run: Run, log: MetricsLog, progress: Progress, bytes_per_token: float):
         self.config, self.workdir = run.config, run.workdir
+        self.bos_id = run.tokenizer.bos_id
         self.log, self.progress, self.bytes_per_token = log, progress, bytes_per_token
         self.pending: tuple[int, Metrics, Batch] | None = None
         self.starvation = Starvation(run.config.model.moe.experts)
@@ -306,6 +307,7 @@ class StepReader:
         values["tokens_per_s"] = self.tokens / max(1e-9, time.perf_counter() - self.began)
         due = step % self.config.log_every == 0 or step in (1, self.config.steps)
         if due:
+            values["cut_share"] = cut_share(batch, self.bos_id)
             self.log.write("train", step, values)
             self.restart_clock()
         self.progress.step(step, values, due)

@@ -34,12 +34,14 @@ def final_report(run: "Run", state: TrainState, log: MetricsLog) -> None:
     run.stop.check()
     text = sample(run, state) if config.sample_tokens else ""
     if jax.process_index() == 0:
-        plot = run.workdir / "loss.png"
-        plot_losses(read_metrics(log.path), baselines, plot)
+        plot, records = run.workdir / "loss.png", read_metrics(log.path)
+        plot_losses(records, baselines, plot)
+        cut = [r["cut_share"] for r in records if "cut_share" in r]
         summary = {
             "step": config.steps,
             "heldout_bits_per_byte": bits,
             "heldout_bytes": n_bytes,
+            "cut_share": float(np.mean(cut)) if cut else None,
             "baselines": baselines,
             "sample": text,
         }
@@ -88,8 +90,17 @@ def read_summary(workdir: Path, step: int) -> str:
     lines = [
         f"\nheld-out bits/byte after step {found['step']} ({found['heldout_bytes']:,} bytes)",
         *rows,
+        *_cut_line(found),
         *(["\nsample:\n" + found["sample"]] if found["sample"] else []),
         "",
         *(f"{name + ':':<12}{path}" for name, path in paths.items()),
     ]
     return "\n".join(lines)
+
+
+def _cut_line(found: dict[str, Any]) -> list[str]:
+    """What packing took from documents that were split over rows."""
+    if found.get("cut_share") is None:
+        return []
+    share = f"{100 * found['cut_share']:.1f} %"
+    return [f"\ntokens of training that did not see the start of their document: {share}"]

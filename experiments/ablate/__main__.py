@@ -6,11 +6,12 @@
     python -m experiments.ablate activation        SiTU-GLU and swiglu at equal parameters
     python -m experiments.ablate latent            the experts' width: D, D/2, D/4 at equal FLOPs
     python -m experiments.ablate recall            what each kind of layer can recall and track
+    python -m experiments.ablate curriculum        stages, staged and fixed, or long rows alone
     python -m experiments.ablate step_time         the tiny step, split into its parts
 
-Each prints a Markdown table; balance, activation, latent and recall also write CSV and PNG to
---out. All but recall train 8k:tiny with one thing changed, three seeds an arm;
-`--seeds=1 --steps=100` is a quick look.
+Each prints a Markdown table; balance, activation, latent, recall and curriculum also write CSV
+(and PNG) to --out. All but the last three train 8k:tiny with one thing changed, three seeds an
+arm; `--seeds=1 --steps=100` is a quick look.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from experiments.ablate import (
     activation,
     balance,
     balance_cost,
+    curriculum,
     hybrid_vs_dense,
     latent,
     recall,
@@ -48,6 +50,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         study.add_argument("--steps", type=at_least(10), default=500)
         study.add_argument("--out", type=Path, default=Path("runs/ablate"))
     recall.arguments(studies.add_parser("recall", help="associative recall and parity by layer"))
+    stages = studies.add_parser("curriculum", help="staged, fixed, and the longest rows alone")
+    curriculum.arguments(stages)
     studies.add_parser("step_time", help="the tiny step, split into its parts")
     arm = studies.add_parser("arm", help="one row of hybrid_vs_dense, as JSON")
     arm.add_argument("name", choices=tuple(hybrid_vs_dense.ARMS))
@@ -72,6 +76,8 @@ def main(argv: list[str]) -> int:
             latent.study(args.seeds, args.steps, args.out)
         case "recall":
             recall.study(args.seeds, args.steps, args.parity_steps, args.out)
+        case "curriculum":
+            curriculum.study(args.seeds, args.stages, args.out)
         case "step_time":
             step_time.study()
         case "arm":

@@ -1,10 +1,11 @@
 """What a kind of layer can do at equal state size: associative recall, and parity.
 
-Recall (Zoology's MQAR, arXiv 2312.04927): rows of 64 tokens with 4, 8 or 16 pairs of key and value,
-each key asked once; two layers of two heads with 16 x 16 states, and D with a latent layer, which
-looks back at every token. Parity: the running sum modulo 2 of random bits, one layer, learnt on 40
-tokens and asked on 160; a state that forgets or stays (beta <= 1) cannot change sign, one that is
-reflected (beta <= 2) can (arXiv 2411.12537). A scaled-down form of arXiv 2510.26692, section 5.1.
+Recall (Zoology's MQAR, arXiv 2312.04927): rows of 128 tokens with 4 to 32 pairs of key and value,
+each key asked once, 0 in between (random symbols out of so few would be keys again); two layers of
+two heads with 16 x 16 states, and D with a latent layer, which looks back at every token. Parity:
+the running sum modulo 2 of random bits, one layer, learnt on 40 tokens and asked on 160; a state
+that forgets or stays (beta <= 1) cannot change sign, one that is reflected (beta <= 2) can
+(arXiv 2411.12537). A scaled-down form of arXiv 2510.26692, section 5.1.
 """
 
 import functools
@@ -25,7 +26,7 @@ from mlmoe.data.batch import Batch
 from mlmoe.data.tasks.symbols import mqar
 from mlmoe.sharding import make_mesh
 
-VOCAB, LENGTH, PAIRS = 64, 64, (4, 8, 16)
+VOCAB, LENGTH, PAIRS = 128, 128, (4, 8, 16, 32)
 LEARNT, ASKED = 40, 160  # tokens of parity
 RECALL = {"AA": "additive", "DD": "delta", "DL": "delta and latent attention"}
 TEST_BATCHES = 8
@@ -56,7 +57,7 @@ def rows_of(inputs_BT: np.ndarray, targets_BT: np.ndarray, asked_BT: np.ndarray)
 def recall_batch(first: int, rows: int, pairs: tuple[int, ...]) -> Batch:
     """Rows first, first + 1, ..., with each number of pairs in turn."""
     examples = [
-        mqar(LENGTH + 1, seed=n, vocab=VOCAB, pairs=pairs[n % len(pairs)], random_filler=True)
+        mqar(LENGTH + 1, seed=n, vocab=VOCAB, pairs=pairs[n % len(pairs)])
         for n in range(first, first + rows)
     ]
     tokens, answer = (np.stack(x) for x in zip(*examples, strict=True))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from mlmoe.errors import UserError, one_of
 
 SOURCES = ("stdlib", "files", "jsonl", "parquet", "arrayrecord", "bin", "tasks")
+FILE_SOURCES = ("stdlib", "files")
 PACKINGS = ("split", "best_fit")
 ON_BAD = ("raise", "skip")
 BIN_DTYPES = ("uint16", "uint32")
@@ -22,6 +23,8 @@ class DataConfig:
     tokenizer: str  # 'bytes' or the path of a tokenizer.json
     packing: str
     pack_bins: int  # rows open at once, each fed by its own run of documents
+    join_files: bool  # files of a folder as one document of a row's length
+    long_rows: float  # share of the rows that are made of documents as long as a row
     heldout: float  # fraction of documents
     on_bad: str
     max_line_mb: int
@@ -37,6 +40,12 @@ class DataConfig:
         _at_least("data.prefetch", self.prefetch, 0)
         if not 0.0 <= self.heldout < 1.0:
             raise UserError(f"data.heldout={self.heldout} must lie in [0, 1), for example 0.05")
+        if not 0.0 <= self.long_rows <= 1.0:
+            raise UserError(f"data.long_rows={self.long_rows} must lie in [0, 1]")
+        sources = {source for source, _, _ in self.parts()}
+        if self.join_files and not sources & set(FILE_SOURCES):
+            message = f"data.join_files is for the sources {', '.join(FILE_SOURCES)}; this run has"
+            raise UserError(f"{message} {', '.join(sorted(sources))}")
         if not self.text_field:
             raise UserError("data.text_field is empty; name the field that holds the text")
         for source, path, weight in self.parts():

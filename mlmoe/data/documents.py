@@ -9,6 +9,7 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -22,18 +23,24 @@ Document = str | np.ndarray
 READ_WHOLE_BYTES = 256 * 2**20
 
 
-class Documents(Protocol):
-    """A random-access sequence of documents."""
-
-    n_bytes: int  # of text as stored, decompressed where that is known
-    split_by_name: bool  # held out by name (files) or by content (rows)
-    files: tuple[tuple[str, int], ...]  # (relative name, size)
+class Texts(Protocol):
+    """A random-access sequence of documents, for reading."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Document: ...
 
     def name(self, index: int) -> str: ...  # 'file' or 'file:row', for messages
+
+    def sizes(self) -> np.ndarray | None: ...  # [len] bytes of text, or ids; None: not known
+
+
+class Documents(Texts, Protocol):
+    """All documents of a source."""
+
+    n_bytes: int  # of text as stored, decompressed where that is known
+    split_by_name: bool  # held out by name (files) or by content (rows)
+    files: tuple[tuple[str, int], ...]  # (relative name, size)
 
     def keys(self) -> np.ndarray: ...  # [len] uint64, uniform, that decide what is held out
 
@@ -57,6 +64,39 @@ class BadDocuments:
         if not self.skip:
             raise error
         self.counts[error.reason] += 1
+
+
+@dataclass(frozen=True)
+class Subset:
+    """Some of the documents, in the order of `indices`; a skipped bad one reads as ''."""
+
+    documents: Texts
+    indices: np.ndarray
+    bad: BadDocuments
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Document:
+        try:
+            return self.documents[int(self.indices[index])]
+        except BadDocument as error:
+            self.bad.report(error)
+            return ""
+
+    def __iter__(self) -> Iterator[Document]:
+        return (self[index] for index in range(len(self)))
+
+    def name(self, index: int) -> str:
+        return self.documents.name(int(self.indices[index]))
+
+    def sizes(self) -> np.ndarray | None:
+        sizes = self.documents.sizes()
+        return None if sizes is None else sizes[self.indices]
+
+    def where(self, mask: np.ndarray) -> "Subset":
+        """Those of them for which `mask` is true."""
+        return Subset(self.documents, self.indices[mask], self.bad)
 
 
 def decode_text(data: bytes, where: str) -> str:
@@ -134,10 +174,13 @@ class Loaded:
             self._names.append(source.name(index))
             self._documents.append(document)
         self._keys = source.keys()[kept] if self.split_by_name else self._content_keys()
-        self.n_bytes = sum(
-            len(d) if isinstance(d, str) and d.isascii() else len(content_bytes(d))
+        sizes = [
+            len(d) if isinstance(d, np.ndarray) or d.isascii() else len(d.encode())
             for d in self._documents
-        )
+        ]
+        self._sizes = np.array(sizes, np.int64)
+        widths = (1 if isinstance(d, str) else d.itemsize for d in self._documents)
+        self.n_bytes = sum(size * width for size, width in zip(sizes, widths, strict=True))
 
     def _content_keys(self) -> np.ndarray:
         keys = [stable_hash(content_bytes(d)) for d in self._documents]
@@ -157,3 +200,6 @@ class Loaded:
 
     def keys(self) -> np.ndarray:
         return self._keys
+
+    def sizes(self) -> np.ndarray:
+        return self._sizes

@@ -104,3 +104,6 @@ class TextFiles:
 
     def keys(self) -> np.ndarray:
         return np.array([stable_hash(n.encode()) for n in self._names], np.uint64)
+
+    def sizes(self) -> np.ndarray:
+        return np.array([size for _, size in self.files], np.int64)

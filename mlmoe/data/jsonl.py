@@ -64,6 +64,10 @@ class JsonLines:
         counts = [len(lines) for lines in self._lines]
         return row_keys(list(zip(self._names, counts, strict=True)))
 
+    def sizes(self) -> np.ndarray:
+        """Of the lines: a little more than of their text."""
+        return np.concatenate([lines[:, 1] - lines[:, 0] for lines in self._lines])
+
 
 def parse_record(line: str, field: str, where: str) -> str:
     """The text in `field` of one JSON object; BadDocument says what is wrong and where."""

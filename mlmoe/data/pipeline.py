@@ -12,11 +12,13 @@ import grain
 import numpy as np
 
 from mlmoe.data.batch import Batch
-from mlmoe.data.documents import Document
+from mlmoe.data.documents import Document, Subset
 from mlmoe.data.packing import PackedRows, to_batch
 from mlmoe.data.sources import Corpus, Part
 from mlmoe.data.tokenizers import Tokenizer
 from mlmoe.errors import UserError
+
+LONG = 0.75  # of a row: documents from there on are long ones (data.long_rows)
 
 
 def train_batches(
@@ -37,34 +39,74 @@ def train_batches(
     """
     check_sizes(context, batch_size, seed, process_count)
     config = corpus.config
-    rows = []
+    rows, weights = [], []
     for number, part in enumerate(corpus.parts):
-        share = slice(process_index, None, process_count)
-        stream = document_stream(part, seed=seed, number=number)[share]
-        encoded = stream.map(functools.partial(encode_document, tokenizer))
-        rows.append(
-            PackedRows(
-                encoded,
-                packing=config.packing,
-                bins=config.pack_bins,
-                length=context + 1,
-                give_up=len(part.train) + 1,
-                read_threads=tokenizer.read_threads,
+        for key, documents, weight in buckets(part, number, tokenizer, context, config.long_rows):
+            share = slice(process_index, None, process_count)
+            stream = document_stream(documents, seed=seed, key=key)[share]
+            encoded = stream.map(functools.partial(encode_document, tokenizer))
+            weights.append(weight)
+            rows.append(
+                PackedRows(
+                    encoded,
+                    packing=config.packing,
+                    bins=config.pack_bins,
+                    length=context + 1,
+                    give_up=len(documents) + 1,
+                    read_threads=tokenizer.read_threads,
+                )
             )
-        )
-    weights = [part.weight for part in corpus.parts]
     mixed = grain.IterDataset.mix(rows, weights) if len(rows) > 1 else rows[0]
     batches = mixed.batch(batch_size // process_count, batch_fn=to_batch)
     prefetch = grain.experimental.ThreadPrefetchIterDataset
     return iter(prefetch(batches, prefetch_buffer_size=config.prefetch))
 
 
-def document_stream(part: Part, *, seed: int, number: int) -> grain.MapDataset[Document]:
-    """The endless order of documents of the corpus' part `number`, over all processes."""
+Bucket = tuple[tuple[int, ...], Subset, float]  # key of its order, documents, share of the rows
+
+
+def buckets(
+    part: Part, number: int, tokenizer: Tokenizer, context: int, long_rows: float
+) -> list[Bucket]:
+    """The documents of part `number`, or those of at least LONG of a row and the shorter ones.
+
+    Raises UserError where the lengths are not known, or one of the two would be empty.
+    """
+    documents = part.train
+    if not long_rows:
+        return [((number,), documents, part.weight)]
+    sizes = documents.sizes()
+    if sizes is None:
+        raise UserError(
+            f"data.long_rows={long_rows}: the lengths of {part.name}'s documents are not known "
+            "without reading them all; set it to 0, or use jsonl"
+        )
+    bytes_per_token = tokenizer.bytes_per_token if isinstance(documents[0], str) else 1.0
+    least = LONG * context * bytes_per_token
+    long = documents.where(sizes >= least)
+    short = documents.where(sizes < least)
+    if not len(long):
+        raise UserError(
+            f"data.long_rows={long_rows}: the longest of {part.name}'s {len(documents):,} "
+            f"documents has {sizes.max() / bytes_per_token:,.0f} tokens, a row {context:,}; set "
+            "it to 0, or join files (data.join_files)"
+        )
+    if not len(short):
+        return [((number,), documents, part.weight)]  # all rows are long ones
+    found: list[Bucket] = [((number, 1), long, part.weight * long_rows)]
+    if long_rows < 1:
+        found.append(((number, 2), short, part.weight * (1 - long_rows)))
+    return found
+
+
+def document_stream(
+    documents: Subset, *, seed: int, key: tuple[int, ...]
+) -> grain.MapDataset[Document]:
+    """The endless order of `documents`, over all processes; `key` tells orders apart."""
     # grain permutes epoch e by seed + e: hashing keeps seed 0's second epoch from being seed
     # 1's first.
-    shuffle_seed = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
-    return grain.MapDataset.source(part.train).shuffle(shuffle_seed).repeat()
+    shuffle_seed = int(np.random.SeedSequence([seed, *key]).generate_state(1)[0])
+    return grain.MapDataset.source(documents).shuffle(shuffle_seed).repeat()
 
 
 def encode_document(tokenizer: Tokenizer, document: Document) -> np.ndarray:

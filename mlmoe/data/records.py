@@ -104,6 +104,9 @@ class Parquet:
     def keys(self) -> np.ndarray:
         return row_keys(list(zip(self._names, self._rows, strict=True)))
 
+    def sizes(self) -> None:
+        """Not known without reading them."""
+
 
 class ArrayRecord:
     """One document a record: UTF-8 text, files written with group_size:1."""
@@ -136,6 +139,9 @@ class ArrayRecord:
 
     def keys(self) -> np.ndarray:
         return row_keys(list(zip(self._names, self._rows, strict=True)))
+
+    def sizes(self) -> None:
+        """Not known without reading them."""
 
 
 def _count_records(path: Path, bad: BadDocuments) -> int:

@@ -7,49 +7,26 @@ the last files of a folder are one letter range. At least one document is on eit
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from mlmoe.data.config import DataConfig
+from mlmoe.data.config import FILE_SOURCES, DataConfig
 from mlmoe.data.documents import (
     READ_WHOLE_BYTES,
-    BadDocument,
     BadDocuments,
-    Document,
     Documents,
     Loaded,
+    Subset,
 )
 from mlmoe.data.files import TextFiles
+from mlmoe.data.joined import Joined
 from mlmoe.data.jsonl import JsonLines
 from mlmoe.data.records import ArrayRecord, Parquet
 from mlmoe.data.task_documents import TaskDocuments
 from mlmoe.data.token_file import TokenFiles
 from mlmoe.data.tokenizers import Tokenizer
 from mlmoe.errors import UserError
-
-
-@dataclass(frozen=True)
-class Subset:
-    """Some documents of a source, in the order of `indices`; a skipped bad one reads as ''."""
-
-    documents: Documents
-    indices: np.ndarray
-    bad: BadDocuments
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> Document:
-        try:
-            return self.documents[int(self.indices[index])]
-        except BadDocument as error:
-            self.bad.report(error)
-            return ""
-
-    def __iter__(self) -> Iterator[Document]:
-        return (self[index] for index in range(len(self)))
 
 
 @dataclass(frozen=True)
@@ -92,7 +69,8 @@ class Corpus:
 def open_corpus(config: DataConfig, tokenizer: Tokenizer, *, context: int = 256) -> Corpus:
     """Opens, checks and splits every source of `config`. Raises UserError for bad input.
 
-    `context` is the length of the longest example of source 'tasks', unless its path says another.
+    `context` is the length of the longest example of source 'tasks', unless its path says another,
+    and what a document of joined files has at least.
     """
     bad = BadDocuments(config.on_bad)
     parts = []
@@ -108,17 +86,16 @@ def open_corpus(config: DataConfig, tokenizer: Tokenizer, *, context: int = 256)
         if not len(documents):
             reasons = ", ".join(f"{n} {r}" for r, n in bad.counts.items()) or "nothing in it"
             raise UserError(f"{name}: no usable document ({reasons})")
-        train, heldout = _split(documents, config.heldout, name)
-        parts.append(
-            Part(
-                name=name,
-                weight=weight,
-                documents=documents,
-                train=Subset(documents, train, bad),
-                heldout=Subset(documents, heldout, bad),
-            )
-        )
+        sides = (Subset(documents, side, bad) for side in _split(documents, config.heldout, name))
+        if config.join_files and source in FILE_SOURCES:
+            sides = (_join(side, round(context * tokenizer.bytes_per_token)) for side in sides)
+        parts.append(Part(name, weight, documents, *sides))
     return Corpus(config, tuple(parts), bad)
+
+
+def _join(files: Subset, size: int) -> Subset:
+    joined = Joined(files, size)
+    return Subset(joined, np.arange(len(joined)), files.bad)
 
 
 def _open(

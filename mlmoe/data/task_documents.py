@@ -64,6 +64,9 @@ class TaskDocuments:
     def keys(self) -> np.ndarray:
         return row_keys([("tasks", DOCUMENTS)])
 
+    def sizes(self) -> np.ndarray:
+        return self._lengths
+
 
 def _parse(path: str, context: int) -> tuple[list[str], int]:
     """'a,b:2048' to ['a', 'b'] and 2048; the context where no length is given."""

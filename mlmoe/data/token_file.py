@@ -57,6 +57,9 @@ class TokenFiles:
         counts = [len(spans) for spans in self._spans]
         return row_keys(list(zip(self._names, counts, strict=True)))
 
+    def sizes(self) -> np.ndarray:
+        return np.concatenate([spans[:, 1] - spans[:, 0] for spans in self._spans])
+
 
 def _map(path: Path, dtype: str) -> np.ndarray:
     size, width = path.stat().st_size, np.dtype(dtype).itemsize

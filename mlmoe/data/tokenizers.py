@@ -24,6 +24,7 @@ class Tokenizer(Protocol):
     bos_id: int
     eos_id: int
     fingerprint: str
+    bytes_per_token: float  # of text, about: where lengths in tokens are wanted before encoding
     read_threads: int  # worth using for encoding: 0 where encoding is as cheap as a copy
 
     def encode(self, text: str) -> np.ndarray: ...
@@ -57,6 +58,7 @@ class ByteTokenizer:
     bos_id = 256
     eos_id = 257
     fingerprint = "bytes"
+    bytes_per_token = 1.0
     read_threads = 0
 
     def encode(self, text: str) -> np.ndarray:
@@ -80,6 +82,7 @@ class HuggingFaceTokenizer:
     model's vocabulary must hold `vocab_size` ids, which counts them.
     """
 
+    bytes_per_token = 4.0  # of English with 32k ids and more; code has fewer
     read_threads = 8  # the Rust encoder runs outside Python's lock
 
     def __init__(self, path: str):

@@ -1,13 +1,15 @@
 """The curriculum's plan, and what it makes of the folders its stages leave; nothing is trained."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 import configs
+from experiments.ablate.curriculum import long_rows_alone, seconds_of
 from experiments.ablate.recall import parity_batch, recall_batch
-from experiments.curriculum import main, parse, plot, rows, stages
+from experiments.curriculum import main, parse, plot, recovered, rows, stages
 from mlmoe.errors import UserError
 
 
@@ -19,6 +21,8 @@ def test_every_stage_starts_from_the_one_before(architecture: str, tmp_path: Pat
     assert [c.context for c in found] == [256, 2048, 8192, 32_768]
     assert [c.init_from for c in found] == ["", *(c.workdir for c in found[:-1])]
     assert {c.seed for c in found} == {3} and len({c.workdir for c in found}) == 4
+    longer = stages(*parse([*argv, "--budget=long"]))
+    assert [c.steps // s.steps for c, s in zip(longer, found, strict=True)] == [3, 10, 10, 6]
     layouts = [c.model.letters for c in found]
     assert layouts == (["DL"] * 4 if architecture == "fixed" else ["RR", "DR", "DR", "DL"])
 
@@ -35,11 +39,11 @@ def test_the_full_scale_goes_the_same_way() -> None:
     assert configs.load("1m", "staged").model.attention.kv_share == 3
 
 
-def test_bad_input_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--scale=tiny", "--config.step=3"]) == 2
-    assert 'Did you mean "steps"' in capsys.readouterr().err
-    assert main(["--scale=2p8t"]) == 2
-    assert "needs at least" in capsys.readouterr().err
+def test_bad_input_is_one_message() -> None:
+    with pytest.raises(UserError, match='Did you mean "steps"'):
+        main(["--scale=tiny", "--config.step=3"])
+    with pytest.raises(UserError, match="needs at least"):
+        main(["--scale=2p8t"])
     with pytest.raises(UserError, match=r"config\.context=0: must be greater than 0"):
         stages(*parse(["--scale=tiny", "--config.context=0"]))
 
@@ -60,8 +64,36 @@ def test_the_report_reads_what_stages_leave(tmp_path: Path) -> None:
     table = rows(found)
     assert [r["bits/byte"] for r in table] == [3.5, 2.5, 1.5, 0.5]
     assert table[1]["before"] == 3.0 and table[1]["handed over"] == 3.1
+    assert table[1]["recovered"] == 30 / found[1].steps
     plot(found, tmp_path / "curriculum.png")
     assert (tmp_path / "curriculum.png").stat().st_size > 1000
+
+
+def test_a_hand_over_is_made_up_for_where_the_loss_is_as_before() -> None:
+    handed = {"kind": "handover", "step": 0, "bits_per_byte_before": 3.0, "bits_per_byte": 3.1}
+    tests = [{"kind": "eval", "step": s, "bits_per_byte": 3.2 - s / 100} for s in (10, 20, 30)]
+    assert recovered([handed, *tests], 100) == 0.2
+    assert recovered([handed, *tests[:1]], 100) == float("inf")
+    assert recovered([handed | {"bits_per_byte": 3.0}], 100) == 0
+    assert math.isnan(recovered(tests, 100))
+
+
+def test_long_rows_alone_take_the_time_of_all_stages(tmp_path: Path) -> None:
+    found = stages(*parse(["--scale=tiny", f"--workdir={tmp_path}"]))
+    for config in found:  # 1,000 tokens a second, whatever the rows
+        Path(config.workdir).mkdir()
+        size = config.batch * config.context
+        records = [
+            {"kind": "train", "step": s, "tokens_per_s": 1000.0, "tokens": size}
+            for s in (1, 10, config.steps)
+        ]
+        text = "\n".join(map(json.dumps, records))
+        (Path(config.workdir) / "metrics.jsonl").write_text(text)
+    tokens = [c.steps * c.batch * c.context for c in found]
+    assert [round(1000 * seconds_of(c)) for c in found] == tokens
+    alone = long_rows_alone(found, tmp_path / "alone")
+    assert abs(alone.steps * alone.batch * alone.context - sum(tokens)) <= alone.context
+    assert alone.optim.lr == found[0].optim.lr and not alone.init_from
 
 
 def test_rows_of_the_recall_study_ask_what_they_say() -> None:

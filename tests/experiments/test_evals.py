@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 import configs
-from experiments.evals import lengths_of, main, parse
+from experiments.evals import examples_at, lengths_of, main, parse
 from mlmoe.build import first_state, make_program
 from mlmoe.checkpoint import Checkpoints
 from mlmoe.config import TrainConfig, from_dict, to_dict
+from mlmoe.errors import UserError
 from mlmoe.sharding import make_mesh
 
 
@@ -94,17 +95,21 @@ def test_tables_files_and_progress(
 def test_bad_input_ends_before_any_compilation(
     workdir: Path, capsys: pytest.CaptureFixture[str], argv: list[str], named: str
 ) -> None:
-    assert main([str(workdir), *argv]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("error: ") and named in captured.err
-    assert "compiling" not in captured.out
+    with pytest.raises(UserError) as raised:
+        main([str(workdir), *argv])
+    assert named in str(raised.value)
+    assert "compiling" not in capsys.readouterr().out
 
 
-def test_a_folder_without_a_run_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([str(tmp_path / "none")]) == 2
-    assert "is not the folder of a run" in capsys.readouterr().err
+def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not the folder of a run"):
+        main([str(tmp_path / "none")])
+
+
+def test_long_examples_are_fewer_where_their_tokens_are_limited() -> None:
+    limited = parse(["run", "--examples", "16", "--tokens", "4096"])
+    assert [examples_at(limited, n) for n in (64, 256, 1024, 9999)] == [16, 16, 4, 1]
+    assert examples_at(parse(["run", "--examples", "16"]), 10**6) == 16
 
 
 def test_lengths_are_multiples_of_the_context_that_hold_an_example() -> None:

@@ -20,6 +20,8 @@ def make_config() -> Callable[..., DataConfig]:
             "tokenizer": "bytes",
             "packing": "split",
             "pack_bins": 4,
+            "join_files": False,
+            "long_rows": 0.0,
             "heldout": 0.0,
             "on_bad": "raise",
             "max_line_mb": 1,

@@ -35,11 +35,11 @@ def test_batches_have_the_agreed_shape(open_texts):
 
 def test_every_epoch_is_its_own_permutation(open_texts):
     part = open_texts(TEXTS).parts[0]
-    stream = document_stream(part, seed=0, number=0)
+    stream = document_stream(part.train, seed=0, key=(0,))
     epochs = [[stream[e * len(TEXTS) + i] for i in range(len(TEXTS))] for e in range(3)]
     assert all(sorted(epoch) == sorted(TEXTS) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
-    other = document_stream(part, seed=1, number=0)
+    other = document_stream(part.train, seed=1, key=(0,))
     assert [other[i] for i in range(len(TEXTS))] not in epochs  # grain's own seed + epoch would be
 
 
@@ -92,7 +92,7 @@ def test_resuming_continues_bit_for_bit(open_texts, packing, prefetch):
 def test_processes_share_no_document(open_texts, count):
     """Over the first epoch, with the number of documents no multiple of the processes."""
     part = open_texts(TEXTS).parts[0]
-    stream = document_stream(part, seed=0, number=0)
+    stream = document_stream(part.train, seed=0, key=(0,))
     shares = [stream[process::count] for process in range(count)]
     per_epoch = [-(-(len(TEXTS) - process) // count) for process in range(count)]
     seen = [[share[i] for i in range(n)] for share, n in zip(shares, per_epoch, strict=True)]

@@ -115,7 +115,8 @@ def test_all_long_needs_no_second_bucket(open_texts):
 
 
 def test_cut_share_counts_targets_without_the_start_of_their_document(open_texts):
-    rows = _rows(open_texts(["a" * 126], pack_bins=1), 64, 2)  # bos, 126, eos: 127 targets in rows of 64
+    corpus = open_texts(["a" * 126], pack_bins=1)  # with bos and eos 127 targets, in rows of 64
+    rows = _rows(corpus, 64, 2)
     assert [cut_share(r, BYTES.bos_id) for r in rows] == [0.0, 1.0]
     short = _rows(open_texts(["a" * 5]), 64, 2)
     assert all(0 <= cut_share(r, BYTES.bos_id) <= 0.1 for r in short)

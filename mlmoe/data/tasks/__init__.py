@@ -24,9 +24,11 @@ from mlmoe.data.tasks.counting import (
 from mlmoe.data.tasks.example import Example, Seed, check_length, with_ends
 from mlmoe.data.tasks.needles import (
     NEEDLE_MULTI_SHORTEST,
+    NEEDLE_QUERIES_SHORTEST,
     NEEDLE_SINGLE_SHORTEST,
     PASSKEY_SHORTEST,
     needle_multi,
+    needle_queries,
     needle_single,
     passkey,
 )
@@ -39,6 +41,7 @@ DEPTH_TASKS: dict[str, Callable[..., Example]] = {
 }
 TEXT_TASKS: dict[str, Callable[..., Example]] = {
     **DEPTH_TASKS,
+    "needle_queries": needle_queries,
     "variables": variables,
     "common_words": common_words,
     "frequent_words": frequent_words,
@@ -57,6 +60,7 @@ SHORTEST = {  # tokens of the shortest example, with bos and eos
     "passkey": PASSKEY_SHORTEST,
     "needle_single": NEEDLE_SINGLE_SHORTEST,
     "needle_multi": NEEDLE_MULTI_SHORTEST,
+    "needle_queries": NEEDLE_QUERIES_SHORTEST,
     "variables": shortest_variables(),
     "common_words": shortest_common_words(),
     "frequent_words": FREQUENT_WORDS_SHORTEST,

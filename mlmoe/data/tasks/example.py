@@ -30,9 +30,15 @@ class Example(NamedTuple):
 
 def text_example(prompt: str, answer: str) -> Example:
     """[bos] prompt answer [eos] in the ids of the byte tokenizer; the eos is not asked for."""
-    ids = np.frombuffer((prompt + answer).encode("ascii"), np.uint8).astype(np.int32)
-    marks = np.arange(len(ids)) >= len(prompt)
-    return with_ends(Example(ids, marks))
+    return parts_example([(prompt, answer)])
+
+
+def parts_example(parts: Sequence[tuple[str, str]]) -> Example:
+    """[bos] prompt answer prompt answer ... [eos]."""
+    text = "".join(prompt + answer for prompt, answer in parts)
+    marks = [np.arange(len(p) + len(a)) >= len(p) for p, a in parts]
+    ids = np.frombuffer(text.encode("ascii"), np.uint8).astype(np.int32)
+    return with_ends(Example(ids, np.concatenate(marks)))
 
 
 def with_ends(example: Example) -> Example:

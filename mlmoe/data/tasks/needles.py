@@ -12,6 +12,7 @@ from mlmoe.data.tasks.example import (
     check_depth,
     check_length,
     noise,
+    parts_example,
     text_example,
 )
 from mlmoe.data.tasks.words import pick_words
@@ -38,9 +39,13 @@ _NEEDLE = len(_number_is("bakoli", 1_234_567))
 _NUMBERS_FIXED = len(_NUMBERS_HEAD) + len(_ask_number("bakoli")) + 7 + _ENDS
 _PASSKEY_FIXED = len(_PASSKEY_HEAD) + len(_pass_key_is(12_345)) + len(_PASSKEY_ASK) + 5 + _ENDS
 
+_QUERY = len(_ask_number("bakoli")) + 7
+_QUERIES_FIXED = len(_NUMBERS_HEAD) + _ENDS - 1  # a space fewer than there are statements
+
 # One cycle of noise, or five needles: enough for depths of 0, 1/4, ... 1 to differ.
 PASSKEY_SHORTEST = _PASSKEY_FIXED + NOISE_CYCLE
 NEEDLE_SINGLE_SHORTEST = _NUMBERS_FIXED + _NEEDLE + NOISE_CYCLE
+NEEDLE_QUERIES_SHORTEST = _QUERIES_FIXED + _NEEDLE + 1 + _QUERY
 NEEDLE_MULTI_SHORTEST = _NUMBERS_FIXED + 5 * (_NEEDLE + 1) - 1
 
 
@@ -74,6 +79,22 @@ def needle_multi(length: int, *, seed: Seed, depth: float = 0.5) -> Example:
     asked = round(depth * (count - 1))
     body = " ".join(_number_is(w, n) for w, n in zip(words, numbers, strict=True))
     return text_example(_NUMBERS_HEAD + body + _ask_number(words[asked]), str(numbers[asked]))
+
+
+def needle_queries(length: int, *, seed: Seed) -> Example:
+    """Numbers of different words, then each of them asked, in any order; at most `length` tokens.
+
+    RULER's multi-query needle (arXiv 2404.06654): one token in twelve is part of an answer.
+    """
+    check_length("needle_queries", length, NEEDLE_QUERIES_SHORTEST)
+    rng = np.random.default_rng(seed)
+    count, left = divmod(length - _QUERIES_FIXED, _NEEDLE + 1 + _QUERY)
+    words = pick_words(rng, count, syllables=3)
+    numbers = [str(n) for n in rng.integers(10**6, 10**7, size=count)]
+    said = [_number_is(w, int(n)) for w, n in zip(words, numbers, strict=True)]
+    parts = [(_NUMBERS_HEAD + " ".join([*noise(left), *said]), "")]
+    parts += [(_ask_number(words[i]), numbers[i]) for i in rng.permutation(count)]
+    return parts_example(parts)
 
 
 def _hide(needle: str, sentences: list[str], depth: float) -> str:

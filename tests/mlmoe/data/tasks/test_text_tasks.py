@@ -22,14 +22,21 @@ from mlmoe.errors import UserError
 BYTES = ByteTokenizer()
 
 
-def split(example):
-    """(prompt, answer) as text; checks that the answer is one run before the eos."""
+def split_all(example):
+    """(what stands before, answer) as text, for each answer; the last one ends before the eos."""
     tokens, answer = example
     assert tokens.dtype == np.int32 and answer.dtype == bool and tokens.shape == answer.shape
     assert tokens[0] == BYTES.bos_id and tokens[-1] == BYTES.eos_id and tokens[1:-1].max() < 128
-    first = int(np.argmax(answer))
-    assert answer.tolist() == [False] * first + [True] * (len(tokens) - first - 1) + [False]
-    return BYTES.decode(tokens[:first]), BYTES.decode(tokens[first:])
+    starts, ends = (np.flatnonzero(np.diff(answer.astype(int)) == x) + 1 for x in (1, -1))
+    assert ends[-1] == len(tokens) - 1
+    for start, end in zip(starts, ends, strict=True):
+        yield BYTES.decode(tokens[:start]), BYTES.decode(tokens[start:end])
+
+
+def split(example):
+    """The prompt and the one answer."""
+    (found,) = split_all(example)
+    return found
 
 
 def solve_passkey(prompt):
@@ -71,6 +78,7 @@ SOLVERS = {
     "passkey": solve_passkey,
     "needle_single": solve_needle,
     "needle_multi": solve_needle,
+    "needle_queries": solve_needle,
     "variables": solve_variables,
     "common_words": solve_common_words,
     "frequent_words": solve_frequent_words,
@@ -85,8 +93,8 @@ def test_the_prompt_alone_gives_the_answer(name):
         for number in range(6):
             depth = number / 5
             made = evaluation_example(name, length, seed=3, number=number, depth=depth)
-            prompt, answer = split(made)
-            assert answer == SOLVERS[name](prompt), (length, number)
+            for prompt, answer in split_all(made):
+                assert answer == SOLVERS[name](prompt), (length, number)
             assert length - 40 < len(made.tokens) <= length
 
 
@@ -103,6 +111,14 @@ def test_a_seed_is_one_example_and_others_are_others(name):
     one, again, other = (TEXT_TASKS[name](400, seed=seed) for seed in (5, 5, (5, 1)))
     assert np.array_equal(one.tokens, again.tokens) and np.array_equal(one.answer, again.answer)
     assert not np.array_equal(one.tokens, other.tokens)
+
+
+def test_every_number_is_asked_once():
+    made = evaluation_example("needle_queries", 2000, seed=0, number=0)
+    asked = [prompt.split("number of ")[-1].split("?")[0] for prompt, _ in split_all(made)]
+    said = re.findall(r"The number of (\w+) is", BYTES.decode(made.tokens))
+    assert sorted(asked) == sorted(said) and asked != said and len(asked) > 20
+    assert made.answer.mean() > 1 / 13
 
 
 @pytest.mark.parametrize("name", DEPTH_TASKS)

@@ -19,7 +19,7 @@ def test_every_stage_starts_from_the_one_before(architecture: str, tmp_path: Pat
     found = stages(*parse([*argv, "--config.seed=3"]))
     assert [c.stage for c in found] == ["8k", "8k", "64k", "256k", "1m"]
     assert [Path(c.workdir).name for c in found] == ["recall", *configs.STAGES]
-    assert [c.context for c in found] == [256, 256, 2048, 8192, 32_768]
+    assert [c.context for c in found] == [64, 256, 2048, 8192, 32_768]
     assert [c.init_from for c in found] == ["", *(c.workdir for c in found[:-1])]
     assert {c.seed for c in found} == {3} and len({c.workdir for c in found}) == 5
     longer = stages(*parse([*argv, "--budget=long"]))

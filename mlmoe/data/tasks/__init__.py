@@ -48,6 +48,7 @@ TEXT_TASKS: dict[str, Callable[..., Example]] = {
 }
 TOKEN_TASKS: dict[str, Callable[..., Example]] = {
     "mqar": symbols.mqar,
+    "copy": symbols.copy,
     "palindrome": symbols.palindrome,
     "stack": symbols.stack,
     "parity": symbols.parity,
@@ -65,6 +66,7 @@ SHORTEST = {  # tokens of the shortest example, with bos and eos
     "common_words": shortest_common_words(),
     "frequent_words": FREQUENT_WORDS_SHORTEST,
     "mqar": symbols.MQAR_SHORTEST + _ENDS,
+    "copy": symbols.COPY_SHORTEST + _ENDS,
     "palindrome": symbols.PALINDROME_SHORTEST + _ENDS,
     "stack": symbols.STACK_SHORTEST + _ENDS,
     "parity": symbols.PARITY_SHORTEST + _ENDS,

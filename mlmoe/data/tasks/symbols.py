@@ -9,6 +9,7 @@ from mlmoe.data.tasks.example import Example, Seed, check_length, check_vocab
 from mlmoe.errors import require
 
 MQAR_SHORTEST = 4
+COPY_SHORTEST = 3
 PALINDROME_SHORTEST = 3
 STACK_SHORTEST = 6
 PARITY_SHORTEST = 10
@@ -48,6 +49,19 @@ def mqar(
     at_P = 2 * pairs + 2 * gap_P
     tokens[at_P], tokens[at_P + 1] = key_P, value_P
     return _marked(tokens, at_P + 1)
+
+
+def copy(length: int, *, seed: Seed, vocab: int = 256) -> Example:
+    """Random symbols 1 .. vocab - 1, a 0, and the same symbols again; an odd number of tokens.
+
+    The densest thing there is to learn looking back from: half of the tokens are answers.
+    """
+    check_vocab("copy", vocab, 3)
+    check_length("copy", length, COPY_SHORTEST)
+    half = (length - 1) // 2
+    symbols = np.random.default_rng(seed).integers(1, vocab, size=half)
+    tokens = np.concatenate([symbols, [0], symbols])
+    return _marked(tokens, np.arange(half + 1, 2 * half + 1))
 
 
 def palindrome(length: int, *, seed: Seed, vocab: int = 256) -> Example:

@@ -6,12 +6,16 @@ import pytest
 from mlmoe.data.tasks import TOKEN_TASKS, symbols
 from mlmoe.errors import UserError
 
-SHORTEST = {"mqar": 4, "palindrome": 3, "stack": 6, "parity": 10, "modular": 9}
+SHORTEST = {"mqar": 4, "copy": 3, "palindrome": 3, "stack": 6, "parity": 10, "modular": 9}
 
 
 def solve_mqar(before):
     """The value that followed the key that asks, at the first time that key came."""
     return before[before.index(before[-1]) + 1]
+
+
+def solve_copy(before):
+    return before[len(before) - before.index(0) - 1]
 
 
 def solve_palindrome(before):
@@ -44,6 +48,7 @@ def solve_modular(before):
 
 SOLVERS = {
     "mqar": solve_mqar,
+    "copy": solve_copy,
     "palindrome": solve_palindrome,
     "stack": solve_stack,
     "parity": solve_parity,

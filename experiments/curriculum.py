@@ -5,8 +5,8 @@
     python -m experiments.curriculum --scale=tiny --budget=long           more steps: hours
     python -m experiments.curriculum --scale=tiny --config.optim.lr=1e-3  any field, in every stage
 
-Stages: {stages}, and before them `recall`, short rows of copies. They train on the Python library's
-sources and on tasks that need the whole context, in
+Stages: {stages}, and before them two short parts without text, in which looking back is learnt. They
+train on the Python library's sources and on tasks that need the whole context, in
 runs/curriculum-SCALE-ARCHITECTURE[-long]/STAGE. The same command goes on where it was stopped.
 At the end: a table of the stages, the loss over the whole curriculum (curriculum.png), the loss by
 position for each stage, and the pass key by length and depth for the last one, up to four times
@@ -35,12 +35,11 @@ from pallas_kernels.libtpu import describe_no_tpu
 
 TASKS = ("passkey", "needle_single", "needle_queries")
 MIXTURE = (("stdlib", "", 0.7), ("tasks", ",".join(TASKS), 0.3))
-# Before the text, rows of a quarter of the length in which half of the tokens are copies: 8k:tiny
-# learns to look back within 300 steps of them, and finds pass keys soon after. From the mixture
-# alone it had not learnt it after 2,200 steps, with up to 70 % tasks (LOG.md).
-COPIES = (("tasks", "copy", 1.0),)
-FIRST, SHORTER = "recall", 4
-STEPS = {"short": (0.3, 1, 1, 1, 1), "long": (0.3, 3, 10, 10, 6)}  # times those of each config
+# Before the text: rows of a quarter of the length in which half of the tokens are copies, then the
+# tasks alone. 8k:tiny learns to look back within 300 steps of copies, and finds pass keys soon after;
+# from the mixture alone it had not learnt it after 2,200 steps, with up to 70 % tasks (LOG.md).
+FIRST = {"copies": ((("tasks", "copy", 1.0),), 4), "tasks": ((("tasks", ",".join(TASKS), 1.0),), 1)}
+STEPS = {"short": (0.2, 0.2, 1, 1, 1, 1), "long": (0.2, 0.2, 3, 10, 10, 6)}  # times the config's
 SAME = 1e-4  # bits/byte that are no difference
 SMOOTH = 20  # records of training that a point of the plot is the mean of
 
@@ -64,13 +63,14 @@ def stages(args: argparse.Namespace, overrides: Sequence[str]) -> list[TrainConf
     longer = "" if args.budget == "short" else f"-{args.budget}"
     default = Path(f"runs/curriculum-{args.scale}-{args.architecture}{longer}")
     root, before, found = args.workdir or default, "", []
-    for name, times in zip((FIRST, *configs.STAGES), STEPS[args.budget], strict=True):
-        stage = configs.STAGES[0] if name == FIRST else name
+    for name, times in zip((*FIRST, *configs.STAGES), STEPS[args.budget], strict=True):
+        stage = configs.STAGES[0] if name in FIRST else name
         c = configs.load(f"{stage}:{args.scale}", args.architecture)
         c.data.update(mixture=MIXTURE, packing="best_fit")
-        if name == FIRST:
-            c.update(context=c.context // SHORTER, batch=SHORTER * c.batch)
-            c.data.mixture, c.optim.schedule = COPIES, "wsd"
+        if name in FIRST:
+            c.data.mixture, shorter = FIRST[name]
+            c.update(context=c.context // shorter, batch=shorter * c.batch)
+            c.optim.schedule = "wsd"
         c.steps = round(times * c.steps)
         c.optim.warmup = c.steps // 20
         c.save_every = c.state_check_every = max(1, c.steps // 5)
@@ -155,7 +155,7 @@ def report(found: Sequence[TrainConfig]) -> None:
     print("recovered: share of the stage's steps until the loss was as before the hand-over")
     plot(found, root / "curriculum.png")
     longest = found[-1].context
-    lengths = [*(c.context for c in found[1:]), 4 * longest]
+    lengths = [*(c.context for c in found[len(FIRST) :]), 4 * longest]
     for config in found:
         asked = [config.workdir, "--positions", str(config.context), "--tasks"]
         if config == found[-1]:

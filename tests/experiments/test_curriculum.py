@@ -17,15 +17,17 @@ from mlmoe.errors import UserError
 def test_every_stage_starts_from_the_one_before(architecture: str, tmp_path: Path) -> None:
     argv = ["--scale=tiny", f"--architecture={architecture}", f"--workdir={tmp_path}"]
     found = stages(*parse([*argv, "--config.seed=3"]))
-    assert [c.stage for c in found] == ["8k", "8k", "64k", "256k", "1m"]
-    assert [Path(c.workdir).name for c in found] == ["recall", *configs.STAGES]
-    assert [c.context for c in found] == [64, 256, 2048, 8192, 32_768]
+    assert [c.stage for c in found] == ["8k", "8k", "8k", "64k", "256k", "1m"]
+    assert [Path(c.workdir).name for c in found] == ["copies", "tasks", *configs.STAGES]
+    assert [c.context for c in found] == [64, 256, 256, 2048, 8192, 32_768]
     assert [c.init_from for c in found] == ["", *(c.workdir for c in found[:-1])]
-    assert {c.seed for c in found} == {3} and len({c.workdir for c in found}) == 5
+    assert {c.seed for c in found} == {3} and len({c.workdir for c in found}) == 6
     longer = stages(*parse([*argv, "--budget=long"]))
-    assert [c.steps // s.steps for c, s in zip(longer, found, strict=True)] == [1, 3, 10, 10, 6]
+    assert [c.steps // s.steps for c, s in zip(longer, found, strict=True)] == [1, 1, 3, 10, 10, 6]
     layouts = [c.model.letters for c in found]
-    assert layouts == (["DL"] * 5 if architecture == "fixed" else ["RR", "RR", "DR", "DR", "DL"])
+    assert layouts == (
+        ["DL"] * 6 if architecture == "fixed" else ["RR", "RR", "RR", "DR", "DR", "DL"]
+    )
 
 
 def test_the_full_scale_goes_the_same_way() -> None:
@@ -63,7 +65,7 @@ def test_the_report_reads_what_stages_leave(tmp_path: Path) -> None:
         summary = json.dumps({"heldout_bits_per_byte": 3.5 - n})
         (Path(config.workdir) / "summary.json").write_text(summary)
     table = rows(found)
-    assert [r["bits/byte"] for r in table] == [3.5, 2.5, 1.5, 0.5, -0.5]
+    assert [r["bits/byte"] for r in table] == [3.5, 2.5, 1.5, 0.5, -0.5, -1.5]
     assert table[1]["before"] == 3.0 and table[1]["handed over"] == 3.1
     assert table[1]["recovered"] == 30 / found[1].steps
     plot(found, tmp_path / "curriculum.png")
@@ -94,7 +96,7 @@ def test_long_rows_alone_take_the_time_of_all_stages(tmp_path: Path) -> None:
     assert [round(1000 * seconds_of(c)) for c in found] == tokens
     alone = long_rows_alone(found, tmp_path / "alone")
     assert abs(alone.steps * alone.batch * alone.context - sum(tokens)) <= alone.context
-    assert alone.optim.lr == found[1].optim.lr and not alone.init_from
+    assert alone.optim.lr == found[2].optim.lr and not alone.init_from
 
 
 def test_rows_of_the_recall_study_ask_what_they_say() -> None:

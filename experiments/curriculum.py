@@ -5,8 +5,8 @@
     python -m experiments.curriculum --scale=tiny --budget=long           more steps: hours
     python -m experiments.curriculum --scale=tiny --config.optim.lr=1e-3  any field, in every stage
 
-Stages: {stages}, and before them two short parts without text, in which looking back is learnt. They
-train on the Python library's sources and on tasks that need the whole context, in
+Stages: {stages}, and before them two short parts without text, in which looking back is
+learnt. They train on the Python library's sources and on tasks that need the whole context, in
 runs/curriculum-SCALE-ARCHITECTURE[-long]/STAGE. The same command goes on where it was stopped.
 At the end: a table of the stages, the loss over the whole curriculum (curriculum.png), the loss by
 position for each stage, and the pass key by length and depth for the last one, up to four times
@@ -36,8 +36,8 @@ from pallas_kernels.libtpu import describe_no_tpu
 TASKS = ("passkey", "needle_single", "needle_queries")
 MIXTURE = (("stdlib", "", 0.7), ("tasks", ",".join(TASKS), 0.3))
 # Before the text: rows of a quarter of the length in which half of the tokens are copies, then the
-# tasks alone. 8k:tiny learns to look back within 300 steps of copies, and finds pass keys soon after;
-# from the mixture alone it had not learnt it after 2,200 steps, with up to 70 % tasks (LOG.md).
+# tasks alone. 8k:tiny learns to look back within 300 steps of copies, and finds pass keys soon
+# after; from the mixture alone it had not after 2,200 steps, with up to 70 % tasks (LOG.md).
 FIRST = {"copies": ((("tasks", "copy", 1.0),), 4), "tasks": ((("tasks", ",".join(TASKS), 1.0),), 1)}
 STEPS = {"short": (0.2, 0.2, 1, 1, 1, 1), "long": (0.2, 0.2, 3, 10, 10, 6)}  # times the config's
 SAME = 1e-4  # bits/byte that are no difference

@@ -1,8 +1,9 @@
 """The step: accumulation, devices, skipped steps, and that it learns."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 
 import configs
 from mlmoe import build
-from mlmoe.build import abstract_state, compile_train, first_state, make_program, put
+from mlmoe.build import Program, abstract_state, compile_train, first_state, make_program, put
 from mlmoe.config import TrainConfig, from_dict
 from mlmoe.data.batch import Batch
 from mlmoe.layers.router import BINS
@@ -24,7 +25,7 @@ from tests.mlmoe.test_model import batch, close, small
 def run_config(**changes: Any) -> TrainConfig:
     c = configs.load("8k:tiny")
     c.update(context=33, batch=8, steps=20, workdir="unused")
-    c.optim.update(warmup=0)
+    c.optim.update(warmup=0, lr=0.02, adam_lr=0.02)
     for key, value in changes.items():
         section, _, name = key.rpartition("__")
         (c[section] if section else c)[name] = value
@@ -42,12 +43,26 @@ def rows(n: int = 8) -> Batch:
     )
 
 
-def one_step(config: TrainConfig, devices: int, data: Batch) -> tuple[TrainState, Any]:
+class Compiled(NamedTuple):
+    mesh: jax.sharding.Mesh
+    program: Program
+    train_step: Any
+
+    def first_state(self) -> TrainState:
+        return first_state(self.program, self.mesh)
+
+
+@functools.cache
+def compiled(config: TrainConfig, devices: int = 1) -> Compiled:
+    """Compiled once for all tests: it takes longer than they do."""
     mesh = make_mesh(jax.devices()[:devices])
     program = make_program(config)
-    train_step = compile_train(config, program, mesh)
-    state = first_state(program, mesh)
-    return train_step(state, put(data, mesh))
+    return Compiled(mesh, program, compile_train(config, program, mesh))
+
+
+def one_step(config: TrainConfig, devices: int, data: Batch) -> tuple[TrainState, Any]:
+    run = compiled(config, devices)
+    return run.train_step(run.first_state(), put(data, run.mesh))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -89,13 +104,10 @@ def test_statistics_cross_devices_in_one_collective_a_step() -> None:
 
 @pytest.mark.parametrize("optimizer", ["muon", pytest.param("adamw", marks=pytest.mark.slow)])
 def test_it_learns_a_batch(optimizer: str) -> None:
-    config = run_config(optim__name=optimizer, optim__lr=0.02, optim__adam_lr=0.02)
-    mesh = make_mesh(jax.devices()[:1])
-    program = make_program(config)
-    train_step = compile_train(config, program, mesh)
-    state, data, losses = first_state(program, mesh), put(rows(), mesh), []
+    run = compiled(run_config(optim__name=optimizer))
+    state, data, losses = run.first_state(), put(rows(), run.mesh), []
     for _ in range(20):
-        state, metrics = train_step(state, data)
+        state, metrics = run.train_step(state, data)
         losses.append(float(metrics.loss))
     assert losses[0] == pytest.approx(np.log(40), rel=0.2)
     assert losses[-1] < 0.6 * losses[0]
@@ -103,23 +115,18 @@ def test_it_learns_a_batch(optimizer: str) -> None:
 
 
 def test_a_step_that_is_not_finite_changes_only_its_counters() -> None:
-    config = run_config()
-    mesh = make_mesh(jax.devices()[:1])
-    program = make_program(config)
-    train_step = compile_train(config, program, mesh)
-    data = rows()
+    run, data = compiled(run_config()), rows()
     poison = data._replace(weights_BT=np.where(np.arange(33) == 0, np.nan, data.weights_BT))
-    before = first_state(program, mesh)
+    before = run.first_state()
     kept = jax.tree.map(np.asarray, (before.params, before.opt_state, before.routing))
-    state, metrics = train_step(
-        before, put(poison._replace(weights_BT=poison.weights_BT.astype(np.float32)), mesh)
-    )
+    poison = poison._replace(weights_BT=poison.weights_BT.astype(np.float32))
+    state, metrics = run.train_step(before, put(poison, run.mesh))
     jax.tree.map(
         np.testing.assert_array_equal, (state.params, state.opt_state, state.routing), kept
     )
     assert (int(state.step), int(state.skipped), int(state.bad_in_a_row)) == (1, 1, 1)
     assert np.isnan(float(metrics.loss))
-    state, metrics = train_step(state, put(data, mesh))
+    state, metrics = run.train_step(state, put(data, run.mesh))
     assert (int(state.step), int(state.skipped), int(state.bad_in_a_row)) == (2, 1, 0)
     assert np.isfinite(float(metrics.loss))
 

@@ -39,7 +39,7 @@ MIXTURE = (("stdlib", "", 0.7), ("tasks", ",".join(TASKS), 0.3))
 # tasks alone. 8k:tiny learns to look back within 300 steps of copies, and finds pass keys soon
 # after; from the mixture alone it had not after 2,200 steps, with up to 70 % tasks (LOG.md).
 FIRST = {"copies": ((("tasks", "copy", 1.0),), 4), "tasks": ((("tasks", ",".join(TASKS), 1.0),), 1)}
-STEPS = {"short": (0.2, 0.2, 1, 1, 1, 1), "long": (0.2, 0.2, 3, 10, 10, 6)}  # times the config's
+STEPS = {"short": (0.2, 0.2, 1, 4, 2, 1), "long": (0.2, 0.2, 3, 16, 12, 6)}  # times the config's
 SAME = 1e-4  # bits/byte that are no difference
 SMOOTH = 20  # records of training that a point of the plot is the mean of
 
@@ -74,8 +74,8 @@ def stages(args: argparse.Namespace, overrides: Sequence[str]) -> list[TrainConf
         c.steps = round(times * c.steps)
         c.optim.warmup = c.steps // 20
         c.save_every = c.state_check_every = max(1, c.steps // 5)
-        c.eval_every = max(1, c.steps // 20)  # fine enough to see when a hand-over is made up for
-        c.sample_tokens = 0
+        c.eval_every = max(3, c.steps // 20)  # fine enough to see when a hand-over is made up for
+        c.update(final_eval_bytes=min(c.final_eval_bytes, 8 * c.eval_bytes), sample_tokens=0)
         apply_overrides(c, list(overrides))
         c.update(workdir=str(root / name), init_from=before)
         before = c.workdir

@@ -2,13 +2,10 @@
 
 import os
 
+from tests import quick_compiles
+
 os.environ["JAX_PLATFORMS"] = "cpu"
-_FLAGS = (
-    "--xla_force_host_platform_device_count=8",
-    # Most of the time of these tests is LLVM's: the programs are small and run once.
-    "--xla_backend_optimization_level=0",
-    "--xla_llvm_disable_expensive_passes=true",
-)
+_FLAGS = ("--xla_force_host_platform_device_count=8", *quick_compiles.FLAGS)
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS]).strip()
 
 import jax  # noqa: E402

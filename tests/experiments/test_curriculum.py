@@ -23,7 +23,7 @@ def test_every_stage_starts_from_the_one_before(architecture: str, tmp_path: Pat
     assert [c.init_from for c in found] == ["", *(c.workdir for c in found[:-1])]
     assert {c.seed for c in found} == {3} and len({c.workdir for c in found}) == 6
     longer = stages(*parse([*argv, "--budget=long"]))
-    assert [c.steps // s.steps for c, s in zip(longer, found, strict=True)] == [1, 1, 3, 10, 10, 6]
+    assert [c.steps // s.steps for c, s in zip(longer, found, strict=True)] == [1, 1, 3, 4, 6, 6]
     layouts = [c.model.letters for c in found]
     assert layouts == (
         ["DL"] * 6 if architecture == "fixed" else ["RR", "RR", "RR", "DR", "DR", "DL"]

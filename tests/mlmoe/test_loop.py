@@ -15,6 +15,7 @@ import pytest
 
 CONFIG = """
 import configs
+from tests import quick_compiles
 
 def get_config():
     c = configs.load("8k:tiny")
@@ -64,7 +65,7 @@ def start(
 def environment(config: Path, cache: Path | None = None) -> dict[str, str]:
     return {
         **os.environ,
-        "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+        "XLA_FLAGS": " ".join(quick_compiles.FLAGS),
         "JAX_COMPILATION_CACHE_DIR": str(cache or config.parent / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
@@ -145,7 +146,9 @@ def test_another_config_is_refused_with_what_differs(
     assert "optim.lr: 0.01 -> 0.5" in out and "seed: 0 -> 3" in out and "Traceback" not in out
 
 
-@pytest.mark.parametrize("after", ["step      3/", "step     12/"])
+@pytest.mark.parametrize(
+    "after", [pytest.param("step      3/", marks=pytest.mark.slow), "step     12/"]
+)
 def test_killed_and_resumed_equals_never_stopped(
     after: str, config_file: Path, whole_run: tuple[Path, str], tmp_path: Path
 ) -> None:

@@ -93,7 +93,9 @@ def test_every_letter_and_residual_learns_everywhere(layout: str, kind: str) -> 
             assert float(jnp.abs(grad).max()) > 0.0, f"{name} gets no gradient"
 
 
-@pytest.mark.parametrize("layout", ["DL", "SF", pytest.param("AR", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout", ["DL", *(pytest.param(x, marks=pytest.mark.slow) for x in ("SF", "AR"))]
+)
 def test_packed_equals_separate(layout: str) -> None:
     config = small(layout)
     packed = batch(ROW)

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from tests import quick_compiles
+
 CONFIG = """
 import configs
-from tests import quick_compiles
 
 def get_config():
     c = configs.load("8k:tiny")

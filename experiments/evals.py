@@ -141,7 +141,7 @@ def score_tasks(
                 began = time.perf_counter()
                 where = "" if depth is None else f", depth {depth:g}"
                 what = f"{name}, {length} tokens{where}"
-                examples = examples_of(args, name, length, depth)
+                examples = examples_of(args.seed, count, name, length, depth)
                 tick = Ticker(stop, what, size, count).tick
                 score = stop.run(partial(evaluator.score, step, examples, size, length, tick))
                 row = {
@@ -179,12 +179,12 @@ def examples_at(args: argparse.Namespace, length: int) -> int:
 
 
 def examples_of(
-    args: argparse.Namespace, name: str, length: int, depth: float | None
+    seed: int, count: int, name: str, length: int, depth: float | None
 ) -> Iterator[Example]:
     """The examples of one row of the table; the same numbers at every depth."""
-    for number in range(examples_at(args, length)):
+    for number in range(count):
         at = 0.0 if depth is None else depth
-        yield evaluation_example(name, length, seed=args.seed, number=number, depth=at)
+        yield evaluation_example(name, length, seed=seed, number=number, depth=at)
 
 
 def shown(row: Row) -> str:

@@ -179,8 +179,8 @@ class Loaded:
             for d in self._documents
         ]
         self._sizes = np.array(sizes, np.int64)
-        widths = (1 if isinstance(d, str) else d.itemsize for d in self._documents)
-        self.n_bytes = sum(size * width for size, width in zip(sizes, widths, strict=True))
+        pairs = zip(sizes, self._documents, strict=True)
+        self.n_bytes = sum(size if isinstance(d, str) else d.nbytes for size, d in pairs)
 
     def _content_keys(self) -> np.ndarray:
         keys = [stable_hash(content_bytes(d)) for d in self._documents]

@@ -70,7 +70,7 @@ def buckets(
 ) -> list[Bucket]:
     """The documents of part `number`, or those of at least LONG of a row and the shorter ones.
 
-    Raises UserError where the lengths are not known, or one of the two would be empty.
+    Raises UserError where the lengths are not known, or no document is long.
     """
     documents = part.train
     if not long_rows:

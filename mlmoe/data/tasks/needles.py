@@ -90,10 +90,10 @@ def needle_queries(length: int, *, seed: Seed) -> Example:
     rng = np.random.default_rng(seed)
     count, left = divmod(length - _QUERIES_FIXED, _NEEDLE + 1 + _QUERY)
     words = pick_words(rng, count, syllables=3)
-    numbers = [str(n) for n in rng.integers(10**6, 10**7, size=count)]
-    said = [_number_is(w, int(n)) for w, n in zip(words, numbers, strict=True)]
+    numbers = rng.integers(10**6, 10**7, size=count).tolist()
+    said = [_number_is(w, n) for w, n in zip(words, numbers, strict=True)]
     parts = [(_NUMBERS_HEAD + " ".join([*noise(left), *said]), "")]
-    parts += [(_ask_number(words[i]), numbers[i]) for i in rng.permutation(count)]
+    parts += [(_ask_number(words[i]), str(numbers[i])) for i in rng.permutation(count)]
     return parts_example(parts)
 
 

@@ -58,19 +58,21 @@ def copy(length: int, *, seed: Seed, vocab: int = 256) -> Example:
     """
     check_vocab("copy", vocab, 3)
     check_length("copy", length, COPY_SHORTEST)
-    half = (length - 1) // 2
-    symbols = np.random.default_rng(seed).integers(1, vocab, size=half)
-    tokens = np.concatenate([symbols, [0], symbols])
-    return _marked(tokens, np.arange(half + 1, 2 * half + 1))
+    return _said_twice(length, seed, vocab, order=1)
 
 
 def palindrome(length: int, *, seed: Seed, vocab: int = 256) -> Example:
     """Random symbols 1 .. vocab - 1, a 0, and the symbols backwards; an odd number of tokens."""
     check_vocab("palindrome", vocab, 3)
     check_length("palindrome", length, PALINDROME_SHORTEST)
+    return _said_twice(length, seed, vocab, order=-1)
+
+
+def _said_twice(length: int, seed: Seed, vocab: int, order: int) -> Example:
+    """Symbols, a 0, and the symbols in this order, which are asked for."""
     half = (length - 1) // 2
     symbols = np.random.default_rng(seed).integers(1, vocab, size=half)
-    tokens = np.concatenate([symbols, [0], symbols[::-1]])
+    tokens = np.concatenate([symbols, [0], symbols[::order]])
     return _marked(tokens, np.arange(half + 1, 2 * half + 1))
 
 

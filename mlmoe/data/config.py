@@ -1,5 +1,6 @@
 """Where the text comes from and how it is cut into rows: the `data` section of a config."""
 
+import os
 from dataclasses import dataclass
 
 from mlmoe.errors import UserError, one_of
@@ -49,7 +50,7 @@ class DataConfig:
         if not self.text_field:
             raise UserError("data.text_field is empty; name the field that holds the text")
         for source, path, weight in self.parts():
-            one_of("data.source", source, SOURCES)
+            _known_source(source)
             if source == "tasks" and not path:
                 message = "data.path is empty; source 'tasks' needs names of tasks"
                 raise UserError(f"{message}, such as 'passkey,needle_multi'")
@@ -69,6 +70,15 @@ class DataConfig:
                     "('jsonl', 'texts.jsonl', 0.5)"
                 )
         return self.mixture or ((self.source, self.path, 1.0),)
+
+
+def _known_source(source: str) -> None:
+    if source not in SOURCES and (os.sep in source or os.path.exists(source)):
+        kinds = ("jsonl", "parquet", "arrayrecord", "bin")
+        kind = next((k for k in kinds if f".{k}" in source.replace("_", "")), "files")
+        message = f"data.source={source!r} is a path; did you mean"
+        raise UserError(f"{message} --config.data.source={kind} --config.data.path={source}?")
+    one_of("data.source", source, SOURCES)
 
 
 def _at_least(name: str, value: int, least: int) -> None:

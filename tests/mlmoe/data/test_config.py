@@ -12,6 +12,8 @@ from mlmoe.errors import UserError
     ("changes", "named"),
     [
         ({"source": "json"}, "'jsonl'"),
+        ({"source": "some/texts"}, "data.source=files --config.data.path=some/texts"),
+        ({"source": "my/a.jsonl.gz"}, "data.source=jsonl --config.data.path=my/a.jsonl.gz"),
         ({"packing": "concat"}, "'best_fit'"),
         ({"on_bad": "ignore"}, "'skip'"),
         ({"bin_dtype": "int32"}, "'uint32'"),

@@ -11,10 +11,9 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
-import numpy as np
 
 from mlmoe.build import (
     Program,
@@ -28,8 +27,8 @@ from mlmoe.build import (
 )
 from mlmoe.checkpoint import Checkpoints
 from mlmoe.config import TrainConfig, check_devices, to_dict
-from mlmoe.data.batch import Batch, cut_share
-from mlmoe.data.heldout import heldout_batches, lossy
+from mlmoe.data.batch import Batch
+from mlmoe.data.heldout import heldout_batches, lossy, sampled_bytes_per_token
 from mlmoe.data.pipeline import train_batches
 from mlmoe.data.resume_check import describe_difference, fingerprint
 from mlmoe.data.sources import open_corpus
@@ -37,13 +36,13 @@ from mlmoe.data.tokenizers import check_vocab, make_tokenizer
 from mlmoe.errors import UserError
 from mlmoe.evaluate import evaluate
 from mlmoe.handover import HandOver, hand_over, plan_hand_over
-from mlmoe.layers.balance import Starvation
 from mlmoe.layout import INCREMENTAL
-from mlmoe.metrics import MetricsLog, Progress, Values, to_host
+from mlmoe.metrics import MetricsLog, Progress
 from mlmoe.precision import alarm, describe, measure
 from mlmoe.report import final_report, read_summary
 from mlmoe.sharding import make_mesh
-from mlmoe.step import Metrics, TrainState
+from mlmoe.step import TrainState
+from mlmoe.step_reader import StepReader
 from mlmoe.stop import Stopped, StopSignal, leave
 from mlmoe.workdir import Workdir
 
@@ -171,7 +170,7 @@ def train(config: TrainConfig) -> None:
     owner = Workdir(config.workdir) if jax.process_index() == 0 else contextlib.nullcontext()
     path = Path(config.workdir).expanduser()
     with owner, StopSignal() as stop, Checkpoints(path, keep=config.keep) as checkpoints:
-        run = Run(config, checkpoints, stop)
+        run = before_the_first_step(lambda: Run(config, checkpoints, stop), checkpoints, stop)
         check_same_run(run.meta, checkpoints.latest_meta(), config.workdir)
         if is_finished(run):
             return
@@ -181,7 +180,8 @@ def train(config: TrainConfig) -> None:
         if lost := lossy(run.corpus, run.tokenizer):
             print(f"warning: {lost}")
         try:
-            run_steps(run, *prepare(run))
+            ready = before_the_first_step(lambda: prepare(run), checkpoints, stop)
+            run_steps(run, *ready)
         except jax.errors.JaxRuntimeError as e:
             if "RESOURCE_EXHAUSTED" not in str(e):
                 raise
@@ -191,35 +191,50 @@ def train(config: TrainConfig) -> None:
             ) from e
 
 
-def prepare(run: Run) -> tuple[Any, TrainState]:
-    """The compiled train step (None if no step is left to do) and the state to go on from."""
-    config, stop, began = run.config, run.stop, time.time()
+T = TypeVar("T")
+Heldout = tuple[list[Batch], int]
+
+
+def before_the_first_step(work: Callable[[], T], checkpoints: Checkpoints, stop: StopSignal) -> T:
+    """Runs `work` in a thread; a stop meanwhile ends the process, and says what is kept."""
+    try:
+        return stop.run(work)
+    except Stopped as e:
+        saved = checkpoints.steps()
+        kept = f"; step {saved[-1]} is kept" if saved else ""
+        with contextlib.suppress(OSError):
+            print(f"\nstopped by {e} before the first step: nothing to save{kept}")
+        leave(e.code)  # the work goes on in its thread: only _exit ends it
+
+
+def prepare(run: Run) -> tuple[Any, TrainState, Heldout]:
+    """The compiled train step (None if no step is left to do), the state to go on from, and the
+    held-out batches."""
+    config, began = run.config, time.time()
     where = f"{jax.device_count()} {jax.default_backend()} device(s)"
     print(f"compiling for {where} ...", flush=True)
-    try:
-        state = stop.run(run.start)
-        train_step = None
-        if run.start_step < config.steps:
-            train_step = stop.run(lambda: compile_train(config, run.program, run.mesh))
-    except Stopped as e:
-        saved = run.checkpoints.steps()
-        kept = f"; step {saved[-1]} is kept" if saved else ""
-        print(f"\nstopped by {e} before the first step: nothing to save{kept}")
-        leave(e.code)  # the compilation goes on in its thread: only _exit ends it
+    state = run.start()
+    todo = run.start_step < config.steps
+    train_step = compile_train(config, run.program, run.mesh) if todo else None
+    heldout = run.heldout(config.eval_bytes)
     took = f"ready after {time.time() - began:.1f} s"
     print(f"{took}; at step {run.start_step} of {config.steps}", flush=True)
-    return train_step, state
+    return train_step, state, heldout
 
 
-def run_steps(run: Run, train_step: Any, state: TrainState) -> None:
+def run_steps(run: Run, train_step: Any, state: TrainState, evaluated: Heldout) -> None:
     """The loop. Metrics of a step are read once the next is queued, so the device never waits."""
     config, step = run.config, run.start_step
     log = MetricsLog(run.workdir, step)
     if run.handed_over:
         log.write("handover", step, run.handed_over)
     progress = Progress(config.steps, step)
-    heldout, n_bytes = run.heldout(config.eval_bytes)
-    bytes_per_token = n_bytes / count_targets(heldout) if heldout else float("nan")
+    heldout, n_bytes = evaluated
+    bytes_per_token = (
+        n_bytes / count_targets(heldout)
+        if heldout
+        else sampled_bytes_per_token(run.corpus, run.tokenizer)
+    )
     reader = StepReader(run, log, progress, bytes_per_token)
 
     def evaluate_heldout() -> None:
@@ -253,18 +268,20 @@ def run_steps(run: Run, train_step: Any, state: TrainState) -> None:
         run.checkpoints.wait()
         final_report(run, state, log)
     except Stopped as e:
-        reader.flush()
+        with contextlib.suppress(Stopped):  # nobody may be left to read its line
+            reader.flush()
         run.save(step, state)
         run.checkpoints.wait()
         progress.close()
-        print(f"\nstopped by {e}: step {step} is saved; the same command goes on from there")
-        leave(e.code)
+        with contextlib.suppress(OSError):
+            print(f"\nstopped by {e}: step {step} is saved; the same command goes on from there")
+        leave(run.stop.code or e.code)
     finally:
         progress.close()
         log.close()
 
 
-def next_batch(run: Run, step: int, state: TrainState, reader: "StepReader") -> Batch:
+def next_batch(run: Run, step: int, state: TrainState, reader: StepReader) -> Batch:
     """The next batch; a bad document in a large corpus ends the run, but not without a save."""
     try:
         return next(run.batches)
@@ -275,60 +292,6 @@ def next_batch(run: Run, step: int, state: TrainState, reader: "StepReader") -> 
             run.checkpoints.wait()
             print(f"\nstep {step} is saved")
         raise
-
-
-class StepReader:
-    """Reads the metrics of a step while the next one runs, logs them, and watches for bad steps."""
-
-    def __init__(self, run: Run, log: MetricsLog, progress: Progress, bytes_per_token: float):
-        self.config, self.workdir = run.config, run.workdir
-        self.bos_id = run.tokenizer.bos_id
-        self.log, self.progress, self.bytes_per_token = log, progress, bytes_per_token
-        self.pending: tuple[int, Metrics, Batch] | None = None
-        self.starvation = Starvation(run.config.model.moe.experts)
-        self.restart_clock()
-
-    def restart_clock(self) -> None:
-        """Leaves the time since the last step (an evaluation, a save) out of tokens_per_s."""
-        self.began, self.tokens = time.perf_counter(), 0.0
-
-    def queue(self, step: int, metrics: Metrics, batch: Batch) -> None:
-        """Takes the metrics of a step just queued and reads those of the step before."""
-        self.flush()
-        self.pending = (step, metrics, batch)
-
-    def flush(self) -> None:
-        if self.pending is None:
-            return
-        (step, metrics, batch), self.pending = self.pending, None
-        values = to_host(metrics)
-        self.tokens += values["tokens"]
-        values["bits_per_byte"] = values["loss"] / np.log(2) / self.bytes_per_token
-        values["tokens_per_s"] = self.tokens / max(1e-9, time.perf_counter() - self.began)
-        due = step % self.config.log_every == 0 or step in (1, self.config.steps)
-        if due:
-            values["cut_share"] = cut_share(batch, self.bos_id)
-            self.log.write("train", step, values)
-            self.restart_clock()
-        self.progress.step(step, values, due)
-        if due and (text := self.starvation.look(values)):
-            self.progress.say(f"step {step}: {text}")
-        if values["bad_in_a_row"]:
-            self.bad_step(step, values, batch)
-
-    def bad_step(self, step: int, values: Values, batch: Batch) -> None:
-        bad, limit = int(values["bad_in_a_row"]), self.config.optim.max_bad_steps
-        names = {"loss": "loss", "grad_norm": "gradient norm", "update_norm": "update norm"}
-        what = ", ".join(f"{said} {values[name]:.4g}" for name, said in names.items())
-        self.progress.say(f"step {step}: {what}: not applied ({bad} in a row)")
-        if bad >= limit:
-            path = self.workdir / f"bad_batch_{step}.npz"
-            np.savez_compressed(path, **batch._asdict())
-            raise UserError(
-                f"step {step}: {what}; {bad} steps in a row were not finite "
-                f"(optim.max_bad_steps={limit}). Nothing of them was applied or saved. The batch "
-                f"of step {step} is in {path}. Try a lower --config.optim.lr, in a new workdir"
-            )
 
 
 def count_targets(batches: list[Batch]) -> float:

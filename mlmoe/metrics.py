@@ -10,7 +10,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from mlmoe.errors import UserError
+from mlmoe.stop import heard
 
 COLUMNS = (
     "loss",
@@ -55,11 +56,11 @@ class MetricsLog:
 
     def __init__(self, workdir: Path, start_step: int):
         self.path = workdir / "metrics.jsonl"
-        with _writing(self.path):
+        with writing(self.path):
             kept = [r for r in read_metrics(self.path) if r["step"] <= start_step]
             self._written = {(r["kind"], r["step"]) for r in kept}
             temporary = self.path.with_suffix(".tmp")
-            temporary.write_text("".join(json.dumps(r) + "\n" for r in kept))
+            temporary.write_text("".join(_line(r) for r in kept))
             temporary.replace(self.path)
             self._file = self.path.open("a")
             self._board = _Board(workdir / "tensorboard", start_step + 1)
@@ -69,8 +70,8 @@ class MetricsLog:
 
         Raises UserError where the disk takes no more.
         """
-        with _writing(self.path):
-            self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        with writing(self.path):
+            self._file.write(_line({"kind": kind, "step": step, **values}))
             self._file.flush()
             self._written.add((kind, step))
             self._board.write(kind, step, values)
@@ -121,7 +122,8 @@ class _Board:
 
 
 @contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
+    """Around writing `path`: a full disk is a UserError."""
     try:
         yield
     except OSError as e:
@@ -133,16 +135,26 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file; a last line cut short by a kill is left out."""
+    """The records of a metrics file; what is none, as a line cut short by a kill, is left out."""
     if not path.exists():
         return []
     records = []
-    for line in path.read_text().splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
+    for line in path.read_text(errors="replace").splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            record = json.loads(line)
+            if isinstance(record, dict) and {"kind", "step"} <= set(record):
+                records.append(_swap(record, lambda x: math.nan if x is None else x))
     return records
+
+
+def _line(record: dict[str, Any]) -> str:
+    """JSON has no NaN and no infinity: null stands for both."""
+    finite = _swap(record, lambda x: x if not isinstance(x, float) or math.isfinite(x) else None)
+    return json.dumps(finite) + "\n"
+
+
+def _swap(record: dict[str, Any], f: Callable[[Any], Any]) -> dict[str, Any]:
+    return {k: [f(x) for x in v] if isinstance(v, list) else f(v) for k, v in record.items()}
 
 
 class Progress:
@@ -159,26 +171,29 @@ class Progress:
     def step(self, step: int, values: Values, log: bool) -> None:
         """Advances to `step`; `log` says whether a line is due where there is no bar."""
         if self._bar is not None:
-            self._bar.update(step - self._bar.n)
-            self._bar.set_postfix_str(
-                f"loss {values['loss']:.3f} bpb {values['bits_per_byte']:.3f} "
-                f"{values['tokens_per_s']:.0f} tok/s vio {values['max_vio']:.2f} "
-                f"dead {values['dead_experts']:.0f}"
-            )
+            with heard():
+                self._bar.update(step - self._bar.n)
+                self._bar.set_postfix_str(
+                    f"loss {values['loss']:.3f} bpb {values['bits_per_byte']:.3f} "
+                    f"{values['tokens_per_s']:.0f} tok/s vio {values['max_vio']:.2f} "
+                    f"dead {values['dead_experts']:.0f}"
+                )
         elif log:
             cells = [f"step {step:>6}/{self._steps}"]
             cells += [f"{name} {values[name]:.4g}" for name in COLUMNS]
             self.say("  ".join(cells))
 
     def say(self, text: str) -> None:
-        if self._bar is not None:
-            self._bar.write(text, file=sys.stdout)
-        else:
-            print(text, flush=True)
+        with heard():
+            if self._bar is not None:
+                self._bar.write(text, file=sys.stdout)
+            else:
+                print(text, flush=True)
 
     def close(self) -> None:
         if self._bar is not None:
-            self._bar.close()
+            with contextlib.suppress(OSError):
+                self._bar.close()
 
 
 def plot_losses(records: list[dict[str, Any]], baselines: dict[str, float], path: Path) -> None:

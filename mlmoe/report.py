@@ -9,7 +9,7 @@ import numpy as np
 
 from mlmoe.data.baselines import baseline_bits
 from mlmoe.generate import sample_tokens
-from mlmoe.metrics import MetricsLog, plot_losses, read_metrics
+from mlmoe.metrics import MetricsLog, plot_losses, read_metrics, writing
 from mlmoe.step import TrainState
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ SUMMARY = "summary.json"
 def final_report(run: "Run", state: TrainState, log: MetricsLog) -> None:
     """Evaluates on the held-out documents, samples, plots, prints, and writes summary.json."""
     config, limit = run.config, run.config.final_eval_bytes
-    batches, n_bytes = run.heldout(limit)
+    batches, n_bytes = run.stop.run(lambda: run.heldout(limit))
     bits, baselines = None, {}
     if batches:
         values = run.evaluate(state, batches, n_bytes, print)
@@ -35,7 +35,8 @@ def final_report(run: "Run", state: TrainState, log: MetricsLog) -> None:
     text = sample(run, state) if config.sample_tokens else ""
     if jax.process_index() == 0:
         plot, records = run.workdir / "loss.png", read_metrics(log.path)
-        plot_losses(records, baselines, plot)
+        with writing(plot):
+            plot_losses(records, baselines, plot)
         cut = [r["cut_share"] for r in records if "cut_share" in r]
         summary = {
             "step": config.steps,
@@ -46,8 +47,9 @@ def final_report(run: "Run", state: TrainState, log: MetricsLog) -> None:
             "sample": text,
         }
         path = run.workdir / SUMMARY
-        path.with_suffix(".tmp").write_text(json.dumps(summary, indent=2))
-        path.with_suffix(".tmp").replace(path)
+        with writing(path):
+            path.with_suffix(".tmp").write_text(json.dumps(summary, indent=2))
+            path.with_suffix(".tmp").replace(path)
         print(read_summary(run.workdir, config.steps))
 
 
@@ -74,9 +76,11 @@ def read_summary(workdir: Path, step: int) -> str:
     """The report of a run that finished at `step` as text; '' when it has not been written."""
     try:
         found: dict[str, Any] = json.loads((workdir / SUMMARY).read_text())
-    except (FileNotFoundError, ValueError):
+        same = found["step"] == step
+    except (OSError, ValueError, KeyError, TypeError):
         return ""
-    if found["step"] != step:
+    fields = ("heldout_bits_per_byte", "heldout_bytes", "baselines", "sample")
+    if not same or any(name not in found for name in fields):
         return ""
     scores = {"this model": found["heldout_bits_per_byte"], **found["baselines"]}
     width = max(map(len, scores))

@@ -1,22 +1,36 @@
-"""Stopping cleanly: the first SIGINT or SIGTERM asks, a second one leaves at once.
+"""Stopping cleanly: the first SIGINT, SIGTERM or SIGHUP asks, a second one leaves at once.
 
-Python runs signal handlers only between bytecodes of the main thread, so anything long that happens
-inside a C++ call (a compilation) runs in a worker thread while the main one waits for either.
+Where the reader of the output is gone (`| head`, `| tee` ended by the same Ctrl-C, a closed
+terminal), that asks too. Python runs signal handlers only between bytecodes of the main thread, so
+anything long that happens inside a C++ call (a compilation) runs in a worker thread while the main
+one waits for either.
 """
 
 import concurrent.futures
+import contextlib
+import errno
 import os
+import select
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, TypeVar
 
 from mlmoe.errors import UserError
 
 T = TypeVar("T")
-EXIT_CODE = {signal.SIGINT: 130, signal.SIGTERM: 143}
+# SIGHUP: the terminal was closed; Windows has none.
+ASKS = tuple(getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, n))
+
+
+def exit_code(signum: int) -> int:
+    """What a shell reports of a process that a signal ended."""
+    return 128 + signum
+
+
+UNHEARD = (errno.EPIPE, errno.EIO)  # of a pipe whose reader is gone, of a closed terminal
 
 
 class Stopped(Exception):
@@ -24,11 +38,14 @@ class Stopped(Exception):
 
     def __init__(self, signum: int):
         super().__init__(signal.Signals(signum).name)
-        self.code = EXIT_CODE[signal.Signals(signum)]
+        self.code = exit_code(signum)
 
 
 class StopSignal:
-    """Context manager that turns SIGINT and SIGTERM into a flag, and restores the old handlers."""
+    """Context manager that turns the signals of ASKS into a flag, and restores the old handlers.
+
+    One that is ignored stays so: `nohup` means it.
+    """
 
     def __init__(self) -> None:
         self.signum: int | None = None
@@ -37,8 +54,9 @@ class StopSignal:
 
     def __enter__(self) -> "StopSignal":
         if threading.current_thread() is threading.main_thread():
-            for s in EXIT_CODE:
-                self._old[s] = signal.signal(s, self._handle)
+            for s in ASKS:
+                if signal.getsignal(s) != signal.SIG_IGN:
+                    self._old[s] = signal.signal(s, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -49,13 +67,18 @@ class StopSignal:
         del frame
         if self._event.is_set():
             os.write(2, b"\nsecond signal: leaving without saving\n")
-            os._exit(EXIT_CODE[signal.Signals(signum)])
+            os._exit(exit_code(signum))
         self.signum = signum
         self._event.set()
 
     @property
     def asked(self) -> bool:
         return self._event.is_set()
+
+    @property
+    def code(self) -> int | None:
+        """What the process should exit with; None where no stop has been asked for."""
+        return None if self.signum is None else exit_code(self.signum)
 
     def check(self) -> None:
         """Raises Stopped when a stop has been asked for."""
@@ -85,6 +108,23 @@ class StopSignal:
                 self.check()
 
 
+@contextlib.contextmanager
+def heard() -> Iterator[None]:
+    """Around output: raises Stopped where nobody reads it any more; what follows goes nowhere."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno not in UNHEARD:
+            raise
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):
+            ask = select.poll()
+            ask.register(stream, 0)  # errors and hang-ups are told unasked
+            if ask.poll(0):
+                os.dup2(nowhere, stream.fileno())
+        raise Stopped(signal.SIGPIPE) from e
+
+
 def run_program(main: Callable[[list[str]], int], interrupted: str) -> None:
     """Ends the process with the code of `main(arguments)`; 2 after a UserError, said in one line.
 
@@ -96,13 +136,21 @@ def run_program(main: Callable[[list[str]], int], interrupted: str) -> None:
         print(f"error: {e}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
-        print(f"\nstopped by SIGINT {interrupted}")
-        code = EXIT_CODE[signal.SIGINT]
+        code = exit_code(signal.SIGINT)
+        with contextlib.suppress(OSError):
+            print(f"\nstopped by SIGINT {interrupted}")
+    except Stopped as e:
+        code = e.code
+    except OSError as e:
+        if e.errno not in UNHEARD:
+            raise
+        code = exit_code(signal.SIGPIPE)
     leave(code)
 
 
 def leave(code: int) -> None:
     """Ends the process now: what an abandoned thread still has to say is not heard."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
     os._exit(code)

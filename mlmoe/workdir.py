@@ -23,8 +23,7 @@ class Workdir:
             self.path.mkdir(parents=True, exist_ok=True)
             self._file = (self.path / ".lock").open("a+")
         except OSError as e:
-            message = f"workdir {self.path}: {e.strerror}; give --config.workdir=<another folder>"
-            raise UserError(message) from e
+            raise self._refused(e) from e
         if not _lock(self._file):
             self._file.seek(0)
             owner = self._file.read().strip() or "another process"
@@ -33,10 +32,17 @@ class Workdir:
                 f"workdir {self.path} is in use by {owner}: two runs would overwrite each other. "
                 "Wait for it, or give --config.workdir=<another folder>"
             )
-        self._file.truncate(0)
-        self._file.write(f"process {os.getpid()}")
-        self._file.flush()
+        try:
+            self._file.truncate(0)
+            self._file.write(f"process {os.getpid()}")
+            self._file.flush()
+        except OSError as e:
+            raise self._refused(e) from e
         return self
+
+    def _refused(self, e: OSError) -> UserError:
+        message = f"workdir {self.path}: {e.strerror}; give --config.workdir=<another folder>"
+        return UserError(message)
 
     def __exit__(self, *_: object) -> None:
         self._file.close()  # the lock goes with it

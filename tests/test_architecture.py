@@ -25,7 +25,7 @@ RANKS = (
     ("evaluate", "generate", "convert", "precision"),
     ("surgery", "stream"),
     ("build",),
-    ("report", "task_eval", "trained"),
+    ("report", "step_reader", "task_eval", "trained"),
     ("handover",),
     ("loop",),
 )

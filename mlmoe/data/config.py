@@ -43,6 +43,11 @@ class DataConfig:
             raise UserError(f"data.heldout={self.heldout} must lie in [0, 1), for example 0.05")
         if not 0.0 <= self.long_rows <= 1.0:
             raise UserError(f"data.long_rows={self.long_rows} must lie in [0, 1]")
+        if self.mixture and (self.path or self.source != "stdlib"):
+            raise UserError(
+                f"data.source={self.source!r} and data.path={self.path!r} would not be read: "
+                "data.mixture is there in place of them; put them into it, or leave one out"
+            )
         sources = {source for source, _, _ in self.parts()}
         if self.join_files and not sources & set(FILE_SOURCES):
             message = f"data.join_files is for the sources {', '.join(FILE_SOURCES)}; this run has"
@@ -59,7 +64,8 @@ class DataConfig:
             if source == "stdlib" and path:
                 raise UserError(f"data.path={path!r} must be '' for source 'stdlib'")
             if not 0.0 < weight < float("inf"):
-                raise UserError(f"data.mixture weight {weight} of {source!r} must be above 0")
+                message = f"data.mixture weight {weight} of {source!r} must be above 0"
+                raise UserError(f"{message} and finite")
 
     def parts(self) -> tuple[tuple[str, str, float], ...]:
         """The (source, path, weight) triples to read: the mixture, or the single source."""

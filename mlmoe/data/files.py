@@ -3,6 +3,7 @@
 import glob
 import os
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,17 +18,19 @@ _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_tes
 def find_files(path: str, suffixes: tuple[str, ...]) -> tuple[Path, list[str]]:
     """The folder that names are relative to, and the sorted relative names under it.
 
-    `path` is one file, a folder (searched for `suffixes`, hidden files left out) or a glob
-    (`**` crosses folders). Raises UserError where nothing is found.
+    `path` is one file, a folder (searched for `suffixes`, through links, hidden files left out) or
+    a glob (`**` crosses folders). Raises UserError where nothing is found.
     """
     full = os.path.expanduser(path)
     if os.path.isfile(full):
         return Path(full).parent, [os.path.basename(full)]
     if os.path.isdir(full):
         root = Path(full)
-        names = [p.relative_to(root) for p in root.rglob("*") if _is_file(p)]
-        visible = [n for n in names if not any(part.startswith(".") for part in n.parts)]
-        found = sorted(n.as_posix() for n in visible if n.name.endswith(suffixes))
+        found = sorted(
+            p.relative_to(root).as_posix()
+            for p in _walk(root, {root.resolve()})
+            if p.name.endswith(suffixes) and _is_file(p)
+        )
     elif glob.has_magic(full):
         plain = [part for part in Path(full).parts]
         magic = next(i for i, part in enumerate(plain) if glob.has_magic(part))
@@ -35,7 +38,8 @@ def find_files(path: str, suffixes: tuple[str, ...]) -> tuple[Path, list[str]]:
         hits = [p for p in glob.glob(full, recursive=True) if _is_file(Path(p))]
         found = sorted(Path(p).relative_to(root).as_posix() for p in hits)
     else:
-        raise UserError(f"data.path={path!r} does not exist (working folder: {os.getcwd()})")
+        what = "is no file and no folder" if os.path.exists(full) else "does not exist"
+        raise UserError(f"data.path={path!r} {what} (working folder: {os.getcwd()})")
     for name in found:
         if not _is_utf8(name):
             raise UserError(f"data.path={path!r}: the file name {name!r} is not UTF-8; rename it")
@@ -43,6 +47,17 @@ def find_files(path: str, suffixes: tuple[str, ...]) -> tuple[Path, list[str]]:
         wanted = f" that ends in {' or '.join(suffixes)}" if suffixes != ("",) else ""
         raise UserError(f"data.path={path!r} holds no file{wanted}")
     return root, found
+
+
+def _walk(folder: Path, above: set[Path]) -> Iterator[Path]:
+    """What is not a folder, under one and its subfolders; a link to a folder above ends there."""
+    for p in folder.iterdir():
+        if p.name.startswith("."):
+            continue
+        if not p.is_dir():
+            yield p
+        elif (real := p.resolve()) not in above:
+            yield from _walk(p, above | {real})
 
 
 def _is_utf8(name: str) -> bool:

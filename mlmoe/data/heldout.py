@@ -89,6 +89,16 @@ def lossy(corpus: Corpus, tokenizer: Tokenizer) -> str:
     )
 
 
+def sampled_bytes_per_token(corpus: Corpus, tokenizer: Tokenizer) -> float:
+    """Bytes of text a target of training, where there are no held-out documents to count."""
+    n_bytes = tokens = 0
+    for part in corpus.parts:
+        for document in itertools.islice(part.train, LOOK):
+            n_bytes += _text_bytes(tokenizer, document)
+            tokens += max(0, len(encode_document(tokenizer, document)) - 1)
+    return n_bytes / max(1, tokens)
+
+
 def cut(tokens: np.ndarray, length: int) -> list[np.ndarray]:
     """Pieces of at most `length` tokens, each starting with the last token of the one before."""
     starts = range(0, max(len(tokens) - 1, 0), length - 1)

@@ -21,6 +21,7 @@ from mlmoe.errors import UserError
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".json")
 _CHUNK = 2**20
 _DECOMPRESSED_LIMIT = 4 * 2**30  # compressed files live in memory; plain ones are mapped
+_UNREADABLE = bytearray()  # one object, told apart from an empty file
 _BLANK_LENGTH = 16  # a longer run of white space is an empty document, not a blank line
 
 
@@ -32,11 +33,11 @@ class JsonLines:
     def __init__(self, path: str, field: str, max_line_mb: int, bad: BadDocuments):
         root, names = find_files(path, _SUFFIXES)
         self._names, self._field = names, field
-        self._buffers = [_read(root / name) for name in names]
+        self._buffers = [_read(root / name, bad) for name in names]
         self._lines: list[np.ndarray] = []  # a file: [lines, 3] start, end, line number
         for name, buffer in zip(names, self._buffers, strict=True):
             lines = _index(buffer)
-            if not len(lines):
+            if not len(lines) and buffer is not _UNREADABLE:
                 bad.report(BadDocument("file without rows", f"{name}: no line with content"))
             self._lines.append(_drop_long(lines, name, max_line_mb, bad))
         self._ends = np.cumsum([len(lines) for lines in self._lines]).tolist()
@@ -103,7 +104,8 @@ def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return record
 
 
-def _read(path: Path) -> bytes | mmap.mmap:
+def _read(path: Path, bad: BadDocuments) -> bytes | bytearray | mmap.mmap:
+    """The file decompressed; none of it where it is damaged and `bad` leaves such out."""
     if path.stat().st_size == 0:
         return b""
     if path.suffix not in (".gz", ".zst"):
@@ -118,8 +120,9 @@ def _read(path: Path) -> bytes | mmap.mmap:
                 limit = _DECOMPRESSED_LIMIT // 2**30
                 raise UserError(f"{path}: more than {limit} GiB decompressed; decompress it first")
     except (EOFError, OSError, zlib.error) as error:
-        message = f"{path}: truncated or damaged after {total:,} decompressed bytes: {error}"
-        raise UserError(message) from None
+        message = f"{path}: truncated or damaged: {error}"
+        bad.report(BadDocument("damaged file", message))
+        return _UNREADABLE
     return b"".join(pieces)
 
 
@@ -148,7 +151,7 @@ def _unzstd(path: Path) -> Iterator[bytes]:
             raise EOFError("the last frame is not complete")
 
 
-def _index(buffer: bytes | mmap.mmap) -> np.ndarray:
+def _index(buffer: bytes | bytearray | mmap.mmap) -> np.ndarray:
     """[lines, 3] int64 start, end (without newline) and 1-based number of each non-blank line."""
     data = np.frombuffer(buffer, np.uint8)
     step = 64 * _CHUNK
@@ -163,9 +166,9 @@ def _index(buffer: bytes | mmap.mmap) -> np.ndarray:
 
 
 def _drop_long(lines: np.ndarray, name: str, max_mb: int, bad: BadDocuments) -> np.ndarray:
-    long = lines[:, 1] - lines[:, 0] > max_mb * 2**20
+    long = lines[:, 1] - lines[:, 0] > max_mb * 1e6
     for start, end, number in lines[long]:
-        size = f"{(end - start) / 2**20:.1f} MB"
+        size = f"{(end - start) / 1e6:.1f} MB"
         message = f"{name}:{number}: a line of {size}, above data.max_line_mb={max_mb}"
         bad.report(BadDocument("line too long", message))
     return lines[~long]

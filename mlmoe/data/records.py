@@ -46,7 +46,10 @@ class Parquet:
             with self._open(self._root / name) as parquet:
                 metadata, schema = parquet.metadata, parquet.schema_arrow
         except (OSError, ValueError) as error:  # pyarrow's own errors derive from these
-            raise UserError(f"{name}: truncated or not a parquet file: {error}") from None
+            message = f"{name}: truncated or not a parquet file: {error}"
+            bad.report(BadDocument("damaged file", message))
+            self._rows.append(0)
+            return
         if self._field not in schema.names:
             columns = ", ".join(map(repr, schema.names))
             message = f"{name}: no column {self._field!r}; columns: {columns}"
@@ -76,7 +79,8 @@ class Parquet:
             with self._open(self._root / self._names[file]) as parquet:
                 return parquet.read_row_group(group, columns=[self._field]).column(0)
         except (OSError, ValueError) as error:
-            raise UserError(f"{self._names[file]}: row group {group} is damaged: {error}") from None
+            message = f"{self._names[file]}: row group {group} is damaged: {error}"
+            raise BadDocument("damaged row group", message) from None
 
     def _locate(self, index: int) -> tuple[int, int]:
         position = bisect_right(self._ends, index)
@@ -130,7 +134,8 @@ class ArrayRecord:
         try:
             data = self._source[index]
         except RuntimeError as error:
-            raise UserError(f"{where}: damaged record: {error or 'no details'}") from None
+            message = f"{where}: damaged record: {error or 'no details'}"
+            raise BadDocument("damaged record", message) from None
         return check_text(decode_text(data, where), where)
 
     def name(self, index: int) -> str:
@@ -151,7 +156,8 @@ def _count_records(path: Path, bad: BadDocuments) -> int:
     except Exception as error:  # the reader's errors have no common type, and often no text
         details = str(error) or "the reader gives no reason"
         message = f"{path}: not a complete ArrayRecord file ({size:,} bytes): {details}"
-        raise UserError(f"{message}; was its writer closed?") from None
+        bad.report(BadDocument("damaged file", f"{message}; was its writer closed?"))
+        return 0
     if rows == 0:
         bad.report(BadDocument("file without rows", f"{path}: the file has no records"))
     return rows

@@ -181,6 +181,18 @@ def test_sigterm_saves_and_the_same_command_goes_on(
     assert losses(tmp_path) == losses(whole_run[0])
 
 
+def test_a_reader_that_leaves_costs_no_step(config_file: Path, tmp_path: Path) -> None:
+    process = start(config_file, tmp_path)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step      2/"):
+            break
+    process.stdout.close()  # as `| head` does, or `| tee` when Ctrl-C ends both
+    assert process.wait() == 141
+    assert int(json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"]) >= 2
+    assert any(p.name.isdigit() for p in (tmp_path / "checkpoints").iterdir())
+
+
 def test_ctrl_c_while_compiling_has_nothing_to_save(config_file: Path, tmp_path: Path) -> None:
     process = start(config_file, tmp_path, cache=tmp_path / "empty")
     assert process.stdout is not None

@@ -1,11 +1,13 @@
 """The metrics files: what they hold after a resume, and what a full disk says."""
 
+import math
 from pathlib import Path
 
 import pytest
 
 from mlmoe.errors import UserError
 from mlmoe.metrics import MetricsLog, read_metrics
+from mlmoe.report import read_summary
 
 
 def test_a_resumed_log_reads_as_if_never_stopped(tmp_path: Path) -> None:
@@ -15,6 +17,30 @@ def test_a_resumed_log_reads_as_if_never_stopped(tmp_path: Path) -> None:
             log.write("train", step, {"loss": float(step)})
         log.close()
     assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+
+
+def test_a_log_is_json_whatever_the_numbers(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, 0)
+    log.write("train", 1, {"loss": float("nan"), "layer_load": [1.0, float("inf")]})
+    log.close()
+    text = log.path.read_text()
+    assert "NaN" not in text and "Infinity" not in text
+    (record,) = read_metrics(log.path)
+    assert math.isnan(record["loss"]) and math.isnan(record["layer_load"][1])
+
+
+def test_lines_that_are_no_records_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'\xff\xfe\n12\n[]\n{"kind": "train", "step": 1}\n{"kind": "tr')
+    assert read_metrics(path) == [{"kind": "train", "step": 1}]
+
+
+@pytest.mark.parametrize(
+    "found", ["[]", '{"step": 3}', "null", '{"step": 3, "sample": ""}', "\xff"]
+)
+def test_an_odd_summary_is_none(tmp_path: Path, found: str) -> None:
+    (tmp_path / "summary.json").write_text(found, encoding="latin-1")
+    assert read_summary(tmp_path, 3) == ""
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs the device that is always full")

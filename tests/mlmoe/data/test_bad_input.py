@@ -84,6 +84,21 @@ def test_truncated_zst(open_file):
         open_file("jsonl", "x.jsonl.zst", b"not zstd at all")
 
 
+@pytest.mark.parametrize(
+    ("name", "source"), [("b.jsonl.gz", "jsonl"), ("b.parquet", "parquet"), ("b.array_record", "")]
+)
+def test_a_damaged_file_is_counted_where_there_are_others(make_config, tmp_path, name, source):
+    (tmp_path / name).write_bytes(gzip.compress(GOOD * 900)[:-9])
+    source = source or "arrayrecord"
+    config = make_config(source=source, path=str(tmp_path), on_bad="skip")
+    with pytest.raises(UserError, match=r"no usable document \(1 damaged file"):
+        open_corpus(config, make_tokenizer("bytes"))
+    if source == "jsonl":
+        (tmp_path / "a.jsonl").write_bytes(GOOD)
+        corpus = open_corpus(config, make_tokenizer("bytes"))
+        assert corpus.skipped == {"damaged file": 1} and len(corpus.parts[0].train) == 1
+
+
 def test_a_file_without_rows_is_counted_where_there_are_others(make_config, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(GOOD)
     (tmp_path / "b.jsonl").write_bytes(b"")

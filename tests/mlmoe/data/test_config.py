@@ -28,6 +28,7 @@ from mlmoe.errors import UserError
         ({"mixture": (("stdlib", "", 0.0),)}, "weight 0.0"),
         ({"mixture": (("stdlib", ""),)}, "(source, path, weight)"),
         ({"mixture": (("web", "x", 1.0),)}, "'web'"),
+        ({"mixture": (("stdlib", "", 1.0),), "path": "x"}, "data.path='x' would not be read"),
     ],
 )
 def test_bad_values_name_the_valid_ones(make_config, changes, named):

@@ -162,6 +162,18 @@ def test_globs_cross_folders_and_hidden_files_are_left_out(make_config, tmp_path
     assert read(tmp_path / "a" / "z.md") == ["a/z.md"]
 
 
+def test_folders_are_read_through_links_and_hidden_links_are_not_looked_at(make_config, tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "a" / "x.txt").write_text("x")
+    (tmp_path / "elsewhere" / "y.txt").write_text("y")
+    (tmp_path / "a" / "more").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "a")  # a ring
+    (tmp_path / "a" / ".#x.txt").symlink_to("me@host.123:4")  # as Emacs locks a file
+    config = make_config(source="files", path=str(tmp_path / "a"))
+    assert sorted(open_corpus(config, BYTES).parts[0].train) == ["x", "y"]
+
+
 def test_text_keeps_its_line_ends_and_loses_only_the_byte_order_mark(open_file):
     data = b"\xef\xbb\xbfa\r\nb\xe2\x80\xa8c\x0c\n"
     assert list(open_file("files", "x.txt", data).parts[0].train) == ["a\r\nb\u2028c\x0c\n"]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
+from configs import base
 from configs.scales import SCALES
 from mlmoe.config import ARCHITECTURES
 from mlmoe.errors import UserError, one_of
@@ -27,9 +28,11 @@ def load(name: str, architecture: str = "fixed") -> ConfigDict:
     Raises:
       UserError: no such stage, scale or file; names the valid ones.
     """
-    stage, _, scale = name.partition(":")
+    stage, _, scale = name.rpartition(":") if ":" in name else (name, "", "")
+    if name.endswith(".py"):
+        stage, scale = name, ""
     path = Path(stage).expanduser()
-    if stage not in STAGES and (path.suffix == ".py" or "/" in stage or path.exists()):
+    if stage and stage not in STAGES and (path.suffix == ".py" or "/" in stage or path.exists()):
         if scale:
             raise UserError(
                 f"--config={name}: a config file sets its own scale; give --config={stage} and, in "
@@ -67,7 +70,7 @@ def default_workdir(config: ConfigDict) -> str:
 
 def _from_file(path: Path) -> ConfigDict:
     if not path.is_file():
-        raise UserError(f"--config={path}: no such file")
+        raise UserError(f"--config={path}: {'is a folder' if path.is_dir() else 'no such file'}")
     loader = importlib.machinery.SourceFileLoader("config_file", str(path))
     spec = importlib.util.spec_from_loader("config_file", loader)
     assert spec is not None and spec.loader is not None
@@ -75,11 +78,17 @@ def _from_file(path: Path) -> ConfigDict:
     try:
         spec.loader.exec_module(module)
         config = module.get_config()
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         raise UserError(f"--config={path}: cannot be read: {type(e).__name__}: {e}") from e
     if not isinstance(config, ConfigDict):
         raise UserError(
             f"--config={path}: get_config() returned {type(config).__name__}, "
             "expected the ConfigDict of configs.base.get_config() with changes"
+        )
+    missing = [field for field in base.get_config() if field not in config]
+    if missing:
+        raise UserError(
+            f"--config={path}: get_config() gives no {', '.join(missing)}; begin with "
+            "c = configs.load('8k:tiny') and change what differs"
         )
     return config

@@ -123,9 +123,9 @@ def data() -> ConfigDict:
     d.packing = (
         "split"  # split (rows always full, documents cut) or best_fit (whole where they fit)
     )
-    d.pack_bins = (
-        32  # rows filled side by side, each from its own documents; at least the rows of a process
-    )
+    # Rows filled side by side, each from its own documents. With fewer than the rows of a batch,
+    # neighbours in it hold parts of the same documents.
+    d.pack_bins = 32
     d.join_files = False  # stdlib, files: files of a folder follow each other in one document
     d.long_rows = 0.0  # share of the rows made of documents of at least 3/4 row; 0: as they come
     d.heldout = 0.05  # share of documents held out, by hash

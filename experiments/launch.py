@@ -24,7 +24,7 @@ from ml_collections import ConfigDict, config_flags
 
 import configs
 from configs.scales import SCALES
-from mlmoe.config import TrainConfig, from_dict
+from mlmoe.config import TrainConfig, from_dict, to_dict
 from mlmoe.count import parameters, training_bytes
 from mlmoe.errors import UserError
 from mlmoe.stop import run_program
@@ -112,12 +112,31 @@ def check_fits(config: TrainConfig) -> None:
     commands = "\n".join(
         f"  python -m experiments.launch --config={config.stage}:{s}" for s in works[:2]
     )
+    if config.scale in works:
+        commands += f", without these changes to it: {', '.join(_changes(config))}"
     raise UserError(
         f"{config.stage}:{config.scale} has {_short(count.total)} parameters "
         f"({_short(count.active)} active) and needs at least {need / 1e9:,.0f} GB for parameters, "
         f"gradients, optimizer and layer inputs; found: {found / 1e9:,.0f} GB ({where}). "
         f"What works here:\n{commands}"
     )
+
+
+def _changes(config: TrainConfig) -> list[str]:
+    """The fields of a run that differ from its stage and scale, such as batch=512."""
+    name = f"{config.stage}:{config.scale}"
+    plain = configs.load(name, config.architecture).to_dict()
+
+    def walk(mine: dict[str, Any], theirs: dict[str, Any], prefix: str) -> list[str]:
+        found = []
+        for key, value in mine.items():
+            if isinstance(value, dict):
+                found += walk(value, theirs[key], f"{prefix}{key}.")
+            elif value != theirs[key]:
+                found.append(f"{prefix}{key}={value}")
+        return found
+
+    return walk(to_dict(config), plain, "")
 
 
 def _need(stage: str, scale: str) -> int:

@@ -21,7 +21,6 @@ from mlmoe.layers.capacity import assign
 EVEN, FINE = 768, 256
 BINS = EVEN + FINE
 NEAR = 1e-5  # the distance to the bias at which the fine bins stop shrinking
-TIE = 2.0**-17  # what decides between equal scores
 
 
 class Routing(NamedTuple):
@@ -64,24 +63,14 @@ def route(
     scaled_NE = jnp.where(live_N[:, None], scaled_NE, 0.0)  # padding may hold NaN
     s_NE = jax.nn.sigmoid(scaled_NE)
     fixed_NE = jax.lax.stop_gradient(s_NE)
-    # Equal scores, as of a router that is still zero, go to other experts at every token of a row.
-    turn_TE = (jnp.arange(E)[None] - A * jnp.arange(T)[:, None]) % E
-    choice_BTE = fixed_NE.reshape(B, T, E) + routing.bias[None, None] - TIE / E * turn_TE[None]
-    zero = jnp.zeros((), jnp.int32)
+    choice_NE = fixed_NE + routing.bias[None]
+    experts_NA, alpha_N, order_NE = _best(choice_NE, live_N, T, A)
+    rerouted = dropped = zero = jnp.zeros((), jnp.int32)
     if config.balance == "capacity":
         experts_NA, rerouted, dropped = assign(
-            choice_BTE, live_BT, routing.capacity, A, config.reroutes
+            order_NE.reshape(B, T, E), live_BT, routing.capacity, A, config.reroutes
         )
-        alpha_N = jnp.zeros_like(live_N, jnp.float32)
-    else:
-        choice_NE = choice_BTE.reshape(-1, E)
-        _, experts_NA = jax.lax.top_k(choice_NE, A)
-        # The best of the others. As the last of the top A + 1 it makes XLA:CPU sort whole rows.
-        last_N = jnp.min(jnp.take_along_axis(choice_NE, experts_NA, 1), axis=1)
-        alpha_N = jnp.max(jnp.where(choice_NE < last_N[:, None], choice_NE, -jnp.inf), axis=1)
-        alpha_N = jnp.where(jnp.isfinite(alpha_N), alpha_N, last_N)  # all others equal the last
-        experts_NA = jnp.where(live_N[:, None], experts_NA, -1)
-        rerouted, dropped = zero, zero
+        alpha_N = jnp.zeros_like(alpha_N)
     # s / sum s as the softmax of log s: a quotient of scores of 1e-20 has no finite gradient.
     log_s_NA = jnp.take_along_axis(jax.nn.log_sigmoid(scaled_NE), jnp.maximum(experts_NA, 0), 1)
     p_NA = jax.nn.softmax(jnp.where(experts_NA < 0, -1e9, log_s_NA), axis=1)
@@ -97,13 +86,42 @@ def route(
         aux=jnp.zeros(()),
     )
     if config.balance in ("quantile", "capacity"):
-        plain_NE = (choice_BTE - routing.bias[None, None]).reshape(-1, E)  # ties broken
-        bin_NE = place(alpha_N[:, None] - plain_NE, routing.bias).astype(jnp.int32)
+        bin_NE = place(alpha_N[:, None] - fixed_NE, routing.bias).astype(jnp.int32)
         bin_NE = jnp.where(live_N[:, None], jnp.clip(bin_NE, 0, BINS - 1), -1)
         stats = stats._replace(margin_EB=_count_bins(bin_NE))
     if config.balance == "aux_loss":
         stats = stats._replace(aux=_balancing_loss(scaled_NE, load_E, live_N, A))
     return experts_NA, p_NA, stats
+
+
+def _best(
+    choice_NE: jax.Array, live_N: jax.Array, T: int, A: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The A best experts of each token (-1 at padding), the best choice of the others, and choices
+    of the same order in which none of a token's that could be among the A equal each other.
+
+    Where the A-th is one of several equal ones, as of a router that is zero or saturated, which of
+    them are taken turns with the token's place in its row, not always those with low numbers. That
+    costs a second top_k, which is run only where there is such a token.
+    """
+    E = choice_NE.shape[1]
+    _, experts_NA = jax.lax.top_k(choice_NE, A)
+    # The best of the others. As the last of the top A + 1 it makes XLA:CPU sort whole rows.
+    last_N1 = jnp.min(jnp.take_along_axis(choice_NE, experts_NA, 1), axis=1, keepdims=True)
+    below_N = jnp.max(jnp.where(choice_NE < last_N1, choice_NE, -jnp.inf), axis=1)
+    tied_N = jnp.sum(choice_NE >= last_N1, axis=1) > A
+    alpha_N = jnp.where(tied_N, last_N1[:, 0], below_N)
+
+    def turn(_: jax.Array) -> tuple[jax.Array, jax.Array]:
+        place_N1 = (jnp.arange(choice_NE.shape[0]) % T)[:, None]
+        turn_NE = ((jnp.arange(E)[None] - A * place_N1) % E).astype(jnp.float32)
+        above_NE = jnp.where(choice_NE > last_N1, choice_NE + 1, last_N1 + 1 - (turn_NE + 1) / E)
+        order_NE = jnp.where(tied_N[:, None] & (choice_NE >= last_N1), above_NE, choice_NE)
+        return jax.lax.top_k(order_NE, A)[1], order_NE
+
+    keep = lambda experts_NA: (experts_NA, choice_NE)  # noqa: E731
+    experts_NA, order_NE = jax.lax.cond(jnp.any(tied_N & live_N), turn, keep, experts_NA)
+    return jnp.where(live_N[:, None], experts_NA, -1), alpha_N, order_NE
 
 
 def bounds(bias_E: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -201,6 +201,7 @@ def report_tasks(rows: list[Row], out: Path) -> None:
     keys = ("task", "length", "depth", ACCURACY)
     print("\n" + table(lines, keys, ("answer tokens right", "examples")) + "\n")
     write_csv(rows, out / "tasks.csv")
+    print(f"wrote {out / 'tasks.csv'}")
     plot_scores(rows, out / "tasks.png")
 
 
@@ -223,6 +224,7 @@ def report_positions(loss: PositionLoss, context: int, out: Path) -> None:
     ]
     print("\n" + table(lines, ("positions", "nats a token ± s.e."), ("rows",)) + "\n")
     write_csv(rows, out / "positions.csv")
+    print(f"wrote {out / 'positions.csv'}")
     middle = np.sqrt((loss.edges[:-1] + 1.0) * loss.edges[1:])
     edge = (np.array([context, context]), np.array([loss.nats.min(), loss.nats.max()]))
     curves = {"held-out loss": (middle, loss.nats), "trained length": edge}

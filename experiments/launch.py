@@ -109,11 +109,13 @@ def check_fits(config: TrainConfig) -> None:
         return
     count = parameters(config.model)
     works = [s for s in SCALES if _need(config.stage, s) <= found]
+    if config.scale in works:
+        works = [config.scale]
     commands = "\n".join(
         f"  python -m experiments.launch --config={config.stage}:{s}" for s in works[:2]
     )
     if config.scale in works:
-        commands += f", without these changes to it: {', '.join(_changes(config))}"
+        commands += f"\nwithout these changes to it: {', '.join(_changes(config))}"
     raise UserError(
         f"{config.stage}:{config.scale} has {_short(count.total)} parameters "
         f"({_short(count.active)} active) and needs at least {need / 1e9:,.0f} GB for parameters, "

@@ -131,6 +131,7 @@ class MoEConfig:
         )
         require(self.reroutes >= 0, f"{p}.reroutes={self.reroutes}: must be >= 0")
         require(self.dense_layers >= 0, f"{p}.dense_layers={self.dense_layers}: must be >= 0")
+        require(self.experts > 1, f"{p}.experts={self.experts}: at least 2; nearest: 2")
         require(
             self.active < self.experts,
             f"{p}.active={self.active}: must be below {p}.experts={self.experts}; "
@@ -315,7 +316,7 @@ class TrainConfig:
         )
         experts, shards = self.model.moe.experts, self.mesh.expert
         require(
-            experts % shards == 0,
+            experts % shards == 0 or not self.model.moe_layers,
             f"mesh.expert={shards} does not divide model.moe.experts={experts}; nearest: "
             f"{nearest_divisors(experts, shards)}, or "
             f"--config.model.moe.experts={nearest_multiple(experts, shards)}",

@@ -28,7 +28,12 @@ COLUMNS = (
     "grad_norm",
     "lr",
     "max_vio",
+    "max_min",
+    "share_variance",
+    "jitter",
     "dead_experts",
+    "starved_experts",
+    "rerouted",
     "dropped",
 )
 
@@ -208,7 +213,12 @@ def plot_losses(records: list[dict[str, Any]], baselines: dict[str, float], path
         points = [(r["step"], r["bits_per_byte"]) for r in records if r["kind"] == kind]
         if points:
             axis.plot(*zip(*points, strict=True), label=kind, **style)  # type: ignore[arg-type]
+    bits = [r["bits_per_byte"] for r in records if r["kind"] in ("train", "eval")]
+    low = min([*baselines.values(), *bits], default=1.0)
+    bottom, top = max(0.0, low - 0.3), max(5.0, low + 1.0)
     for name, value in baselines.items():
+        if value > top:  # xz of texts of a few bytes; a label out there leaves no room for the plot
+            continue
         axis.axhline(value, ls="--", lw=0.8, color="grey")
         axis.annotate(
             f"{name} {value:.2f}",
@@ -219,9 +229,7 @@ def plot_losses(records: list[dict[str, Any]], baselines: dict[str, float], path
             fontsize=8,
         )
     axis.set(xlabel="step", ylabel="bits per byte", title="loss")
-    bits = [r["bits_per_byte"] for r in records if r["kind"] in ("train", "eval")]
-    low = min([*baselines.values(), *bits], default=1.0)
-    axis.set_ylim(max(0.0, low - 0.3), 5.0)
+    axis.set_ylim(bottom, top)
     axis.legend()
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -55,6 +55,9 @@ class Metrics(NamedTuple):
     update_norm: jax.Array
     lr: jax.Array
     max_vio: jax.Array  # worst layer: max load / mean load - 1
+    max_min: jax.Array  # worst layer: max load / min load
+    share_variance: jax.Array  # worst layer: of load / mean load
+    jitter: jax.Array  # worst layer: share of the load that changed experts since the last step
     dead_experts: jax.Array  # experts that received no token, over all layers
     starved_experts: jax.Array  # with less than a tenth of the mean load, over all layers
     rerouted: jax.Array  # choices that a full expert passed on, over all layers
@@ -155,11 +158,15 @@ def _layer_metrics(
 def _totals(layers: LayerMetrics | None) -> dict[str, jax.Array]:
     """Over the layers, the scalars of Metrics that the balance gives: zeros without experts."""
     if layers is None:
-        names = ("max_vio", "dead_experts", "starved_experts", "rerouted", "dropped")
+        names = ["max_vio", "max_min", "share_variance", "jitter"]
+        names += ["dead_experts", "starved_experts", "rerouted", "dropped"]
         return dict.fromkeys(names, jnp.zeros(()))
     b = layers.balance
     return {
         "max_vio": jnp.max(b.max_vio),
+        "max_min": jnp.max(b.max_min),
+        "share_variance": jnp.max(b.share_variance),
+        "jitter": jnp.max(b.jitter),
         "dead_experts": jnp.sum(b.dead),
         "starved_experts": jnp.sum(b.starved),
         "rerouted": jnp.sum(b.rerouted),

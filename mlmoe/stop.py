@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from mlmoe.errors import UserError
 
@@ -148,7 +148,7 @@ def run_program(main: Callable[[list[str]], int], interrupted: str) -> None:
     leave(code)
 
 
-def leave(code: int) -> None:
+def leave(code: int) -> NoReturn:
     """Ends the process now: what an abandoned thread still has to say is not heard."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):

@@ -17,6 +17,7 @@ each op compares, its shapes and its bounds: `cases.py` in its folder.
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -149,7 +150,7 @@ def main(argv: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("op", choices=list(OPS))
-    parser.add_argument("--chip", choices=list(aot.CHIPS), default="v5p")
+    parser.add_argument("--chip", choices=list(aot.CHIPS), help="(v5p)")
     parser.add_argument("--shape", help="B,T,H,K,V or N,A,E,R,F,P")
     parser.add_argument("--here", action="store_true", help="time on this machine")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -157,18 +158,30 @@ def main(argv: list[str]) -> int:
     describe_no_tpu()
     shape = OPS[args.op].DEFAULT
     try:
-        if args.shape:
+        if args.shape is not None:
             shape = type(shape)(*map(int, args.shape.split(",")))
         if min(shape) < 1:
             raise ValueError
     except (TypeError, ValueError):
         wanted = f"{len(shape._fields)} numbers {','.join(shape._fields)} above 0"
         parser.error(f"--shape={args.shape}: expected {wanted}")
+    if wrong := OPS[args.op].refusal(shape):
+        parser.error(f"--shape={args.shape}: {wrong}")
+    if args.here and args.chip:
+        parser.error(f"--here times this machine; --chip={args.chip} is for the schedule")
+    args.chip = args.chip or "v5p"
     if args.one:
         implementation, which = args.one.split(":")
         print(json.dumps(measure_schedule(args.op, implementation, which, shape, args.chip)))
         return 0
     if args.here or jax.default_backend() != "cpu":
+        need = OPS[args.op].least_bytes(shape, PASSES[1], jnp.float32)
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if jax.default_backend() == "cpu" and 2 * need > memory:  # and as much for what is made
+            parser.error(
+                f"--shape={args.shape}: its arrays take {need / 1e9:,.1f} GB, twice that while "
+                f"it runs; this machine has {memory / 1e9:,.1f} GB"
+            )
         report_clock(args.op, shape)
         return 0
     try:

@@ -16,7 +16,7 @@ arm; `--seeds=1 --steps=100` is a quick look.
 
 import argparse
 import json
-from pathlib import Path
+from typing import Any
 
 from experiments.ablate import (
     activation,
@@ -28,7 +28,7 @@ from experiments.ablate import (
     recall,
     step_time,
 )
-from experiments.ablate.arguments import at_least
+from experiments.ablate.arguments import add_out, add_seeds, at_least
 from mlmoe.stop import run_program
 
 
@@ -39,20 +39,30 @@ def parse(argv: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     studies = parser.add_subparsers(dest="study", required=True)
-    compare = studies.add_parser("hybrid_vs_dense", help="the architecture against a dense GPT")
-    compare.add_argument("--seeds", type=at_least(1), default=3)
-    compare.add_argument("--seconds", type=float, default=180.0, help="of training, an arm")
-    balance.arguments(studies.add_parser("balance", help="strategies of expert balance"))
-    studies.add_parser("balance_cost", help="what the balance takes of a step")
-    for name, text in (("activation", "SiTU-GLU and swiglu"), ("latent", "the experts' width")):
-        study = studies.add_parser(name, help=text)
-        study.add_argument("--seeds", type=at_least(1), default=3)
-        study.add_argument("--steps", type=at_least(10), default=500)
-        study.add_argument("--out", type=Path, default=Path("runs/ablate"))
-    recall.arguments(studies.add_parser("recall", help="associative recall and parity by layer"))
-    stages = studies.add_parser("curriculum", help="staged, fixed, and the longest rows alone")
-    curriculum.arguments(stages)
-    studies.add_parser("step_time", help="the tiny step, split into its parts")
+
+    def add(name: str, module: Any, text: str) -> argparse.ArgumentParser:
+        raw = argparse.RawDescriptionHelpFormatter
+        about = module.__doc__
+        return studies.add_parser(name, help=text, description=about, formatter_class=raw)
+
+    compare = add("hybrid_vs_dense", hybrid_vs_dense, "the architecture against a dense GPT")
+    add_seeds(compare)
+    compare.add_argument(
+        "--seconds", type=float, default=180.0, help="of training, an arm (%(default)s)"
+    )
+    balance.arguments(add("balance", balance, "strategies of expert balance"))
+    add("balance_cost", balance_cost, "what the balance takes of a step")
+    for name, module, text in (
+        ("activation", activation, "SiTU-GLU and swiglu"),
+        ("latent", latent, "the experts' width"),
+    ):
+        study = add(name, module, text)
+        add_seeds(study)
+        study.add_argument("--steps", type=at_least(20), default=500, help="an arm (%(default)s)")
+        add_out(study)
+    recall.arguments(add("recall", recall, "associative recall and parity by layer"))
+    curriculum.arguments(add("curriculum", curriculum, "staged, fixed, the longest rows alone"))
+    add("step_time", step_time, "the tiny step, split into its parts")
     arm = studies.add_parser("arm", help="one row of hybrid_vs_dense, as JSON")
     arm.add_argument("name", choices=tuple(hybrid_vs_dense.ARMS))
     arm.add_argument("seed", type=int)
@@ -82,6 +92,8 @@ def main(argv: list[str]) -> int:
             step_time.study()
         case "arm":
             print(json.dumps(hybrid_vs_dense.run_arm(args.name, args.seed, args.seconds)))
+    if "out" in args:
+        print(f"rows and figures are in {args.out}")
     return 0
 
 

@@ -88,8 +88,8 @@ def study(seeds: int, steps: int, out: Path) -> None:
         for name in ARMS:
             row, sizes = run_arm(setting, name, seed, steps)
             rows.append(row)
+            write_csv(rows, out / "activation.csv")
             curves.setdefault(name, sizes)
-    write_csv(rows, out / "activation.csv")
     print(table(rows, ("activation",), list(rows[0])[2:]))
     points = {n: (1 + LOOK_EVERY * np.arange(len(s)), s) for n, s in curves.items()}
     labels = {"ylabel": "largest |h|", "yscale": "log", "title": "activation growth (seed 0)"}

@@ -1,7 +1,10 @@
 """Types of the studies' command line arguments."""
 
 import argparse
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -13,3 +16,24 @@ def at_least(least: int) -> Callable[[str], int]:
         return value
 
     return number
+
+
+def add_out(parser: Any) -> None:
+    """--out, a folder that can be written to: found out before the work, not after it."""
+    parser.add_argument("--out", type=_folder, default="runs/ablate", help="(%(default)s)")
+
+
+def add_seeds(parser: Any, default: int = 3) -> None:
+    parser.add_argument(
+        "--seeds", type=at_least(1), default=default, help="runs of each arm (%(default)s)"
+    )
+
+
+def _folder(text: str) -> Path:
+    path = Path(text).expanduser()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return path
+    except OSError as e:
+        raise argparse.ArgumentTypeError(f"{text}: {e.strerror}") from None

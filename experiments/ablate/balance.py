@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from experiments.ablate.arguments import at_least
+from experiments.ablate.arguments import add_out, add_seeds, at_least
 from experiments.ablate.results import Row, save_figure, table, write_csv
 from experiments.ablate.training import Setting, fit, heldout_bits, open_setting, tiny
 from mlmoe.config import BALANCE, MoEConfig
@@ -174,7 +174,7 @@ def study(
         A = active_for(E)
         for seed in range(seeds):
             rows += router_alone(strategies, E, A, tokens_for(E), ROUTER_STEPS, seed)
-    write_csv(rows, out / "balance_router.csv")
+            write_csv(rows, out / "balance_router.csv")
     columns = ["steps to 0.5", "first MaxVio", "MaxVio after", "dead", "jitter", "dropped"]
     print(table(rows, ("experts", "strategy"), columns))
     if not steps:
@@ -186,18 +186,20 @@ def study(
             for name in strategies:
                 row, load = in_the_model(setting, name, E, active_for(E), steps, seed)
                 rows.append(row)
+                write_csv(rows, out / "balance_model.csv")
                 loads.setdefault(name, load)
         plot(loads, out / f"balance_{E}.png")
-    write_csv(rows, out / "balance_model.csv")
     columns = ["steps to 0.5", "MaxVio after", "dead", "starved", "jitter", "loss", "bits/byte"]
     print(table(rows, ("experts", "strategy"), columns))
 
 
 def arguments(parser: Any) -> None:
-    parser.add_argument("--seeds", type=at_least(1), default=3)
+    add_seeds(parser)
     parser.add_argument(
-        "--steps", type=at_least(0), default=1000, help="of the model; 0: router alone"
+        "--steps", type=at_least(0), default=1000, help="of the model; 0: router alone (1000)"
     )
-    parser.add_argument("--experts", type=at_least(3), nargs="+", default=[64, 896])
-    parser.add_argument("--strategies", nargs="+", default=list(BALANCE), choices=BALANCE)
-    parser.add_argument("--out", type=Path, default=Path("runs/ablate"))
+    numbers = {"type": at_least(3), "nargs": "+", "default": [64, 896]}
+    parser.add_argument("--experts", help="numbers of experts (64 896)", **numbers)
+    names = {"nargs": "+", "default": list(BALANCE), "choices": BALANCE}
+    parser.add_argument("--strategies", help="(all)", **names)
+    add_out(parser)

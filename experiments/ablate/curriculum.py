@@ -14,7 +14,7 @@ from typing import Any
 
 import configs
 from experiments import curriculum, evals
-from experiments.ablate.arguments import at_least
+from experiments.ablate.arguments import add_out, add_seeds
 from experiments.ablate.results import Row, table, write_csv
 from mlmoe.config import ARCHITECTURES, TrainConfig
 from mlmoe.loop import train
@@ -91,13 +91,14 @@ def study(seeds: int, stages: int, out: Path) -> None:
         alone = long_rows_alone(arms["fixed"], out / "curriculum" / f"long-{seed}")
         train(alone)
         rows += [row_of(arm, seed, found) for arm, found in (*arms.items(), ("long", [alone]))]
-    write_csv(rows, out / "curriculum.csv")
+        write_csv(rows, out / "curriculum.csv")
     print(table(rows, ("arm",), COLUMNS))
     print("jump and recovered: of the worst hand-over, in bits/byte and as a share of its stage")
 
 
 def arguments(parser: Any) -> None:
-    parser.add_argument("--seeds", type=at_least(1), default=1)
+    add_seeds(parser, default=1)
     many = len(configs.STAGES)
-    parser.add_argument("--stages", type=int, choices=range(1, many + 1), default=many)
-    parser.add_argument("--out", type=Path, default=Path("runs/ablate"))
+    text = "only the first ones (%(default)s: all)"
+    parser.add_argument("--stages", type=int, choices=range(1, many + 1), default=many, help=text)
+    add_out(parser)

@@ -59,7 +59,7 @@ def study(seeds: int, steps: int, out: Path) -> None:
                 }
             )
             print(rows[-1], flush=True)
-    write_csv(rows, out / "latent.csv")
+            write_csv(rows, out / "latent.csv")
     print(table(rows, ("R",), list(rows[0])[2:]))
     smooth = {n: np.convolve(x, np.ones(20) / 20, mode="valid") for n, x in curves.items()}
     points = {n: (20 + np.arange(len(x)), x) for n, x in smooth.items()}

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from experiments.ablate.arguments import at_least
+from experiments.ablate.arguments import add_out, add_seeds, at_least
 from experiments.ablate.results import Row, plot_curves, table, write_csv
 from experiments.ablate.training import Run, fit_to, tiny
 from mlmoe.build import compile_eval, put
@@ -126,19 +126,18 @@ def parity_arm(mesh: jax.sharding.Mesh, beta_max: float, seed: int, steps: int) 
 def study(seeds: int, steps: int, parity_steps: int, out: Path) -> None:
     """Both studies; prints their tables and writes CSV and PNG."""
     mesh = make_mesh()
-    recall = [
-        row
-        for layout in RECALL
-        for seed in range(seeds)
-        for row in recall_arm(mesh, layout, seed, steps)
-    ]
-    write_csv(recall, out / "recall.csv")
+    recall: list[Row] = []
+    for layout in RECALL:
+        for seed in range(seeds):
+            recall += recall_arm(mesh, layout, seed, steps)
+            write_csv(recall, out / "recall.csv")
     print(table(recall, ("layers", "pairs"), ["accuracy"]))
     plot_curves(_by_pairs(recall), out / "recall.png", {"xlabel": "pairs", "ylabel": "accuracy"})
-    parity = [
-        parity_arm(mesh, beta, seed, parity_steps) for beta in (1.0, 2.0) for seed in range(seeds)
-    ]
-    write_csv(parity, out / "parity.csv")
+    parity: list[Row] = []
+    for beta in (1.0, 2.0):
+        for seed in range(seeds):
+            parity.append(parity_arm(mesh, beta, seed, parity_steps))
+            write_csv(parity, out / "parity.csv")
     print(table(parity, ("beta",), list(parity[0])[2:]))
 
 
@@ -157,7 +156,8 @@ def _by_pairs(rows: list[Row]) -> dict[str, tuple[Any, Any]]:
 
 
 def arguments(parser: Any) -> None:
-    parser.add_argument("--seeds", type=at_least(1), default=3)
-    parser.add_argument("--steps", type=at_least(1), default=2000, help="of recall")
-    parser.add_argument("--parity_steps", type=at_least(1), default=1000)
-    parser.add_argument("--out", type=Path, default=Path("runs/ablate"))
+    add_seeds(parser)
+    number = at_least(1)
+    parser.add_argument("--steps", type=number, default=2000, help="of recall (%(default)s)")
+    parser.add_argument("--parity_steps", type=number, default=1000, help="(%(default)s)")
+    add_out(parser)

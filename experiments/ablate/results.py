@@ -11,13 +11,13 @@ Row = Mapping[str, Any]
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
-    """Every row as it was measured; columns are those of the first."""
+    """Every row as it was measured; columns are those of the first. Studies write after each row:
+    one that is stopped leaves what it found."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    print(f"wrote {path}")
 
 
 def table(rows: Sequence[Row], keys: Sequence[str], columns: Sequence[str]) -> str:

@@ -21,7 +21,7 @@ from mlmoe.errors import UserError
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".json")
 _CHUNK = 2**20
 _DECOMPRESSED_LIMIT = 4 * 2**30  # compressed files live in memory; plain ones are mapped
-_UNREADABLE = bytearray()  # one object, told apart from an empty file
+_UNREADABLE = b"\n\n"  # two blank lines; this object, which no file that is read is
 _BLANK_LENGTH = 16  # a longer run of white space is an empty document, not a blank line
 
 
@@ -104,7 +104,7 @@ def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return record
 
 
-def _read(path: Path, bad: BadDocuments) -> bytes | bytearray | mmap.mmap:
+def _read(path: Path, bad: BadDocuments) -> bytes | mmap.mmap:
     """The file decompressed; none of it where it is damaged and `bad` leaves such out."""
     if path.stat().st_size == 0:
         return b""
@@ -151,7 +151,7 @@ def _unzstd(path: Path) -> Iterator[bytes]:
             raise EOFError("the last frame is not complete")
 
 
-def _index(buffer: bytes | bytearray | mmap.mmap) -> np.ndarray:
+def _index(buffer: bytes | mmap.mmap) -> np.ndarray:
     """[lines, 3] int64 start, end (without newline) and 1-based number of each non-blank line."""
     data = np.frombuffer(buffer, np.uint8)
     step = 64 * _CHUNK

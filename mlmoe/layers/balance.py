@@ -142,8 +142,9 @@ def report(stats: RouterStats, routing: Routing, load_before_LE: jax.Array) -> B
         max_vio=max_violation(stats.load_E),
         max_min=jnp.max(load_LE, -1) / jnp.maximum(jnp.min(load_LE, -1), 1.0),
         share_variance=jnp.var(share_LE, axis=-1),
-        dead=jnp.sum(stats.load_E == 0, -1),
-        starved=jnp.sum(share_LE < STARVED, -1),
+        # Where no token came, as in a batch of padding, none is dead.
+        dead=jnp.sum((load_LE == 0) & (all_L1 > 0), -1),
+        starved=jnp.sum((share_LE < STARVED) & (all_L1 > 0), -1),
         rerouted=stats.rerouted,
         dropped=stats.dropped + stats.unsent,
         jitter=0.5 * jnp.sum(moved_LE, -1),
@@ -189,5 +190,5 @@ def starvation_advice(mean: float, width: float, temperature: float) -> str:
 
 def max_violation(load_E: jax.Array) -> jax.Array:
     """MaxVio = max load / mean load - 1; 0 is perfect balance, E / A - 1 the worst."""
-    mean = jnp.maximum(jnp.mean(load_E.astype(jnp.float32), axis=-1), 1e-20)
-    return jnp.max(load_E, axis=-1) / mean - 1.0
+    mean = jnp.mean(load_E.astype(jnp.float32), axis=-1)
+    return jnp.where(mean > 0, jnp.max(load_E, axis=-1) / jnp.maximum(mean, 1e-20) - 1.0, 0.0)

@@ -60,7 +60,7 @@ def expert_parallel_ffn(
       ValueError: another transport, a buffer below 1, and what `expert_ffn` refuses.
     """
     args = (z_NR, experts_NA, weights_NA, w_in_EPRF, w_out_EFR)
-    if buffer != 0 and not buffer >= 1:
+    if buffer != 0 and not (1 <= buffer < math.inf):
         raise ValueError(f"buffer is {buffer}; it must be 0 (nothing is dropped) or at least 1")
     match transport:
         case "gather":

@@ -26,6 +26,11 @@ class Shape(NamedTuple):
 DEFAULT = Shape(B=1, T=8192, H=96, K=128, V=128)
 
 
+def refusal(shape: Shape) -> str:
+    """Every shape is a case."""
+    return ""
+
+
 def compiled() -> list[str]:
     """Implementations to compile for a TPU."""
     return ["pallas", "chunked", *(["tokamax"] if peer.tokamax_found() else [])]

@@ -22,5 +22,10 @@ def number_documents(segment_ids_BT: jax.Array) -> jax.Array:
 
 
 def document_ids(segment_ids_BT: jax.Array) -> jax.Array:
-    """int32 [B, T]: 0 at padding, else 1 + `number_documents`."""
+    """int32 [B, T]: 0 at padding, else 1 + `number_documents`. Raises ValueError for other ids."""
+    shape = getattr(segment_ids_BT, "shape", None)
+    if shape is None or len(shape) != 2 or shape[1] == 0 or segment_ids_BT.dtype != jnp.int32:
+        found = "" if shape is None else f" {segment_ids_BT.dtype} {shape}"
+        kind = type(segment_ids_BT).__name__
+        raise ValueError(f"document_ids: segment_ids is a {kind}{found}; expected int32 [B,T]")
     return jnp.where(segment_ids_BT != 0, number_documents(segment_ids_BT) + 1, 0)

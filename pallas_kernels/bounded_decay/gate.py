@@ -23,13 +23,21 @@ def bounded_log_decay(
     state that is dead after one token: for an e-fold memory of tau tokens and a_log 0 set
     bias = logit(-1 / (g_min * tau)).
     Gradients are finite for any finite z, a_log and bias.
-    Raises ValueError if g_min is outside [-5, 0).
+    Raises ValueError if g_min is outside [-5, 0), or shapes or dtypes do not fit.
     """
-    if not LOWEST_G_MIN <= g_min < 0:
+    if not isinstance(g_min, int | float) or not LOWEST_G_MIN <= g_min < 0:
+        valid = -1e-3 if isinstance(g_min, int | float) and g_min >= 0 else LOWEST_G_MIN
         raise ValueError(
-            f"bounded_log_decay: g_min={g_min} is outside [-5, 0); below -5 the 16-token tiles of"
-            f" the recurrence overflow. Nearest valid: {-1e-3 if g_min >= 0 else LOWEST_G_MIN}"
+            f"bounded_log_decay: g_min={g_min} is no number in [-5, 0); below -5 the 16-token "
+            f"tiles of the recurrence overflow. Nearest valid: {valid}"
         )
+    for name, x in (("z", z_BTHK), ("a_log", a_log_H), ("bias", bias_HK)):
+        kind = getattr(x, "dtype", None)
+        if kind is None or not jnp.issubdtype(kind, jnp.floating):
+            found = type(x).__name__ if kind is None else kind
+            raise ValueError(f"bounded_log_decay: {name} is {found}; it must be an array of floats")
+    if z_BTHK.ndim != 4:
+        raise ValueError(f"bounded_log_decay: z has shape {z_BTHK.shape}; expected [B,T,H,K]")
     H, K = z_BTHK.shape[-2:]
     for name, x, shape in (("a_log", a_log_H, (H,)), ("bias", bias_HK, (H, K))):
         if x.shape != shape:

@@ -84,20 +84,38 @@ def slot_attention_pallas(q, k, v, s, g, initial_state, document, scale, *, inte
     return o_BTHV.astype(v.dtype), (states_out(S_keys, K), states_out(S_values, V))
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _once(run, *args):
+    """What a first derivative runs, and says so when it is asked for a gradient of its own."""
+    return run(*args)
+
+
+def _no_second(*_):
+    raise NotImplementedError(
+        "bounded_decay: the kernels have first derivatives only; implementation='ref' and "
+        "'chunked' have second ones"
+    )
+
+
+_once.defvjp(_no_second, _no_second)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _recurrence(inputs, document, state, plan):
     return kernel.forward(inputs, document, state, plan, save=False)[:2]
 
 
 def _recurrence_forward(inputs, document, state, plan):
-    o, final, saved = kernel.forward(inputs, document, state, plan, save=True)
+    run = functools.partial(kernel.forward, plan=plan, save=True)
+    o, final, saved = _once(run, inputs, document, state)
     return (o, final), (inputs, document, saved)
 
 
 def _recurrence_backward(plan, residuals, gradients):
     inputs, document, saved = residuals
     do, d_final = gradients
-    *d_inputs, d_state = kernel.backward(inputs, document, saved, do, d_final, plan)
+    run = functools.partial(kernel.backward, plan=plan)
+    *d_inputs, d_state = _once(run, inputs, document, saved, do, d_final)
     return tuple(d_inputs), None, d_state
 
 
@@ -116,8 +134,10 @@ def _across(w, k, v, g, document, state, plan):
 
 def _across_forward(w, k, v, g, document, state, plan):
     inputs = (k, k, v, g, None)  # any q will do
-    _, final, saved = kernel.forward(inputs, document, state, plan, save=True)
-    y = kernel.backward(inputs, document, saved, w, jnp.zeros_like(state), plan)[0]
+    forward = functools.partial(kernel.forward, plan=plan, save=True)
+    _, final, saved = _once(forward, inputs, document, state)
+    backward = functools.partial(kernel.backward, plan=plan)
+    y = _once(backward, inputs, document, saved, w, jnp.zeros_like(state))[0]
     return (y, final), (w, k, v, g, document, state, saved)
 
 
@@ -125,8 +145,9 @@ def _across_backward(plan, residuals, gradients):
     w, k, v, g, document, state, saved = residuals
     dy, d_final = gradients
     inputs = (dy, k, v, g, None)
-    dw = kernel.forward(inputs, document, state, plan, save=False)[0]
-    _, dk, dv, dg, _, d_state = kernel.backward(inputs, document, saved, w, d_final, plan)
+    dw = _once(functools.partial(kernel.forward, plan=plan, save=False), inputs, document, state)[0]
+    backward = functools.partial(kernel.backward, plan=plan)
+    _, dk, dv, dg, _, d_state = _once(backward, inputs, document, saved, w, d_final)
     return dw, dk, dv, dg, None, d_state
 
 

@@ -23,7 +23,7 @@ UP_CAP = 25.0  # b2
 
 def parts(activation: str) -> int:
     """The number P of projections that `activation` multiplies. ValueError: an unknown name."""
-    if activation not in PARTS:
+    if not isinstance(activation, str) or activation not in PARTS:
         raise ValueError(f"activation is {activation!r}; the choices are {', '.join(PARTS)}")
     return PARTS[activation]
 

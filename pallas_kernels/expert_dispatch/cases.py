@@ -32,6 +32,13 @@ ACTIVATIONS = {2: "capped", 3: "four"}
 XLA_ROWS = 128  # of a tile of XLA's ragged_dot: its step multiplies 128 x K x 384
 
 
+def refusal(shape: Shape) -> str:
+    """Why there is no such case; '' where there is."""
+    if shape.P not in ACTIVATIONS:
+        return f"P is {shape.P}, must be 3 (activation 'four') or 2 ('capped')"
+    return f"A is {shape.A}, at most E = {shape.E}" if shape.A > shape.E else ""
+
+
 def compiled() -> list[str]:
     """Implementations to compile for a TPU."""
     return ["pallas", "megablox", "sorted", *(["tokamax"] if peers.tokamax_found() else [])]
@@ -61,8 +68,6 @@ def values(shape: Shape, dtype: Any) -> list[jax.Array]:
 
 def function_of(implementation: Any, which: str, shape: Shape) -> Callable[..., Any]:
     """(x, weights, w_in, w_out, experts, dy) -> y, or (y, all four gradients)."""
-    if shape.P not in ACTIVATIONS:
-        raise ValueError(f"P is {shape.P}, must be 3 (activation 'four') or 2 ('capped')")
     activation = ACTIVATIONS[shape.P]
     products = {"megablox": peers.Megablox, "tokamax": peers.Tokamax}.get(implementation)
 

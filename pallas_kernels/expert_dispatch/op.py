@@ -66,8 +66,11 @@ def expert_ffn(
 
 def _check(x_NR, experts_NA, weights_NA, w_in_EPRF, w_out_EFR, activation) -> None:
     """ValueError unless the arguments fit together, naming the one that does not."""
-    ranks = {"x": (x_NR, 2), "experts": (experts_NA, 2), "w_in": (w_in_EPRF, 4)}
-    for name, (array, rank) in ranks.items():
+    arrays = (x_NR, experts_NA, weights_NA, w_in_EPRF, w_out_EFR)
+    ranks = {"x": 2, "experts": 2, "weights": 2, "w_in": 4, "w_out": 3}
+    for (name, rank), array in zip(ranks.items(), arrays, strict=True):
+        if not hasattr(array, "ndim"):
+            raise ValueError(f"{name} is a {type(array).__name__}, expected an array")
         if array.ndim != rank:
             raise ValueError(f"{name} must have rank {rank}, got shape {array.shape}")
     (N, R), A, (E, P, _, F) = x_NR.shape, experts_NA.shape[1], w_in_EPRF.shape

@@ -32,5 +32,8 @@ def expert_ffn(
 
     hidden_PENF = jnp.einsum("NR,EPRF->PENF", x_NR, w_in_EPRF)
     out_ENR = jnp.einsum("ENF,EFR->ENR", glu(hidden_PENF, activation), w_out_EFR)
-    y_NR = jnp.einsum("ENR,NE->NR", out_ENR.astype(jnp.float32), combine_NE)
+    # An expert that a token did not choose may hold NaN too.
+    chosen_EN1 = jnp.any(chosen_NAE > 0, axis=1).T[..., None]
+    out_ENR = jnp.where(chosen_EN1, out_ENR.astype(jnp.float32), 0)
+    y_NR = jnp.einsum("ENR,NE->NR", out_ENR, combine_NE)
     return jnp.where(row_N1, y_NR, 0).astype(x_NR.dtype)

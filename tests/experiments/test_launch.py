@@ -48,12 +48,37 @@ def test_fields_are_overridden() -> None:
         (["--config=8k:tiny", "--config.architecture=new"], "choose one of 'fixed', 'staged'"),
         (["--config=mine.py:tiny"], "sets its own scale"),
         (["--config=./mine"], "no such file"),
+        (["--config=configs"], "is a folder"),
+        (["--config=:tiny"], "no such stage"),
+        (["--config=tests/a:b.py"], "tests/a:b.py: no such file"),
+        (["--config=8k:tiny", "--config.model.moe.experts=1"], "experts=1: at least 2"),
     ],
 )
 def test_a_bad_command_line_is_one_clear_message(args: list[str], says: str) -> None:
     with pytest.raises(UserError) as e:
         launch.parse(args)
     assert says in str(e.value) and len(str(e.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("return ConfigDict()", "gives no accumulate, architecture"),
+        ("raise SystemExit(3)", "Exit: 3"),
+    ],
+)
+def test_a_config_file_that_gives_no_config_is_named(tmp_path: Path, body: str, says: str) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(f"from ml_collections import ConfigDict\n\ndef get_config():\n    {body}\n")
+    with pytest.raises(UserError, match=r"mine\.py: ") as e:
+        launch.parse([f"--config={path}"])
+    assert says in str(e.value)
+
+
+def test_what_does_not_fit_names_the_fields_to_blame() -> None:
+    config = launch.parse(["--config=8k:tiny", "--config.batch=100000000"])
+    with pytest.raises(UserError, match="without these changes to it: batch=100000000"):
+        launch.check_fits(config)
 
 
 def test_a_config_file_works(tmp_path: Path) -> None:

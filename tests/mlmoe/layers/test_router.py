@@ -118,7 +118,7 @@ def test_equal_scores_are_spread_over_the_experts(E: int, A: int) -> None:
 @pytest.mark.parametrize("mean", [0.0, -8.0])
 @pytest.mark.parametrize("width", [1.0, 0.05])
 def test_the_tie_break_moves_nothing_else(mean: float, width: float) -> None:
-    """Nor does it look at a token's place: a document has the same experts wherever it is packed."""
+    """Nor does a token's place count: a document has the same experts wherever it is packed."""
     logits = mean + width * jax.random.normal(jax.random.key(5), (300, 896))
     logits = logits.at[7].set(0.0)  # one token whose scores are all equal
     whole = run(logits, jnp.zeros(896), jnp.ones(300, bool), 16)[0]

@@ -81,13 +81,19 @@ def test_g_outside_the_bound_is_named_padding_left_out(x):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"v": None}, "v has None; expected"),
-        ({"k": None}, "k has None; to go with q"),
-        ({"beta": 0.5}, "beta has 0.5; to go with q"),
-        ({"segment_ids": [[1] * 5]}, "segment_ids has shape None; it must be"),
+        ({"v": None}, "v is missing; expected"),
+        ({"k": None}, "k is missing; to go with q"),
+        ({"beta": 0.5}, "beta is a float, not an array; to go with q"),
+        ({"segment_ids": [[1] * 5]}, "segment_ids is a list, not an array; it must have"),
         ({"segment_ids": jnp.ones((1, 5))}, "segment_ids is float32; it must be int32"),
         ({"scale": jnp.ones(3)}, "it must be one number"),
         ({"scale": float("nan")}, "it must be a finite number"),
+        ({"scale": 1e39}, "it must be a finite number"),
+        ({"scale": 10**400}, "it must be a finite number"),
+        ({"scale": "1"}, "scale='1'; it must be a finite number"),
+        ({"scale": [1, [2, 3]]}, "it must be a finite number"),
+        ({"scale": True}, "it must be a finite number"),
+        ({"initial_state": jnp.zeros((1, 2, 8, 12), jnp.bfloat16)}, "is bfloat16; it must be f"),
         ({"g": jnp.zeros((1, 5, 2, 8), jnp.float16)}, "g is float16; it must be float32 or"),
     ],
 )
@@ -104,8 +110,11 @@ def test_a_step_names_a_wrong_shape(x):
         recurrent_step(x["initial_state"], **token | {"beta": token["beta"][:, 0]})
     for change, says in (
         ({"v": jnp.ones(token["v"].shape, jnp.int32)}, "v is int32; it must be float32"),
-        ({"g": None}, "g has None; to go with q"),
-        ({"q": x["q"]}, r"q and v must be \[B,H,width\]"),
+        ({"g": None}, "g is missing; to go with q"),
+        ({"q": x["q"]}, r"q has shape \(1, 5, 2, 8\); expected \[B,H,width\]"),
+        ({"v": token["v"][:0]}, r"v has shape \(0, 2, 12\); expected"),
+        ({"scale": float("nan")}, "scale=nan; it must be a finite number"),
+        ({"scale": jnp.ones(3)}, r"scale has shape \(3,\)"),
         ({"g": token["g"] + 6}, "g spans .* a log decay must lie in"),
         ({"beta": token["beta"] + 3}, "beta spans .* it must lie in"),
     ):
@@ -113,6 +122,31 @@ def test_a_step_names_a_wrong_shape(x):
             recurrent_step(x["initial_state"], **token | change)
     with pytest.raises(ValueError, match="recurrent_step: state is bfloat16"):
         recurrent_step(x["initial_state"].astype(jnp.bfloat16), **token)
+
+
+@pytest.mark.parametrize("implementation", ["ref", "chunked", "pallas"])
+def test_a_gradient_from_padding_reaches_nothing(x, implementation, short_chunks):
+    """o / |o| at padding is 0 / 0: a NaN gradient of outputs that nobody uses."""
+    segments = jnp.asarray([[1, 1, 0, 2, 2]], jnp.int32)
+
+    def loss(x):
+        o, _ = bounded_decay(**x, segment_ids=segments, implementation=implementation)
+        unit = o / jnp.linalg.norm(o, axis=-1, keepdims=True)
+        return jnp.sum(jnp.where((segments != 0)[..., None, None], unit, 0.0))
+
+    grads = jax.grad(loss)(x)
+    assert all(np.isfinite(np.asarray(g)).all() for g in grads.values())
+
+
+def test_second_derivatives_are_refused_by_the_kernels_alone(x, short_chunks):
+    def slope(q, implementation):
+        loss = lambda q: jnp.sum(bounded_decay(**x | {"q": q}, implementation=implementation)[0])  # noqa: E731
+        return jnp.sum(jax.grad(loss)(q) ** 2)
+
+    twice = [jax.grad(slope)(x["q"], i) for i in ("ref", "chunked")]
+    np.testing.assert_allclose(*twice, rtol=1e-4, atol=1e-5)
+    with pytest.raises(NotImplementedError, match="first derivatives only"):
+        jax.grad(slope)(x["q"], "pallas")
 
 
 def test_beta_beyond_two_is_named(x):
@@ -123,7 +157,7 @@ def test_beta_beyond_two_is_named(x):
 @pytest.mark.parametrize("name", ["k", "v", "g", "beta", "initial_state"])
 def test_a_wrong_shape_names_the_argument(x, name):
     x[name] = jnp.concatenate([x[name]] * 2, axis=0)
-    with pytest.raises(ValueError, match=rf"{name} has shape .* it must be"):
+    with pytest.raises(ValueError, match=rf"{name} has shape .* it must have"):
         bounded_decay(**x)
 
 

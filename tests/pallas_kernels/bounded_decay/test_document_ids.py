@@ -20,3 +20,9 @@ from pallas_kernels.bounded_decay import document_ids
 )
 def test_document_ids(segments: list[int], documents: list[int]) -> None:
     np.testing.assert_array_equal(document_ids(jnp.array([segments])), [documents])
+
+
+@pytest.mark.parametrize("bad", [jnp.zeros(3, jnp.int32), jnp.zeros((1, 0), jnp.int32), [[1]]])
+def test_other_ids_are_refused(bad) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match=r"expected int32 \[B,T\]"):
+        document_ids(bad)

@@ -42,7 +42,19 @@ def test_bf16_logits_give_an_f32_gate():
     assert bounded_log_decay(z, jnp.zeros(3), jnp.zeros((3, 4))).dtype == jnp.float32
 
 
-@pytest.mark.parametrize("g_min", [-5.5, 0.0, 1.0])
+def test_what_is_no_array_of_floats_is_named():
+    good = {"z_BTHK": jnp.ones((1, 1, 1, 1)), "a_log_H": jnp.zeros(1), "bias_HK": jnp.zeros((1, 1))}
+    for change, says in (
+        ({"z_BTHK": [1.0]}, "z is list"),
+        ({"z_BTHK": jnp.ones((1, 1, 1, 1), jnp.int32)}, "z is int32"),
+        ({"z_BTHK": jnp.ones((1, 1, 1))}, r"z has shape \(1, 1, 1\); expected"),
+        ({"a_log_H": 0.0}, "a_log is float"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            bounded_log_decay(**good | change)
+
+
+@pytest.mark.parametrize("g_min", [-5.5, 0.0, 1.0, float("nan"), "a"])
 def test_a_bound_the_tiles_cannot_hold_is_refused(g_min):
     with pytest.raises(ValueError, match=f"g_min={g_min}"):
         bounded_log_decay(jnp.ones((1, 1, 1, 1)), jnp.zeros(1), jnp.zeros((1, 1)), g_min)

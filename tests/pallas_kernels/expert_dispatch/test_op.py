@@ -247,6 +247,8 @@ def test_bad_input():
     good = [x, experts, weights, w_in, w_out]
     bad = {
         r"x must have rank 2, got shape \(1, 8, 6\)": (0, x[None]),
+        r"weights must have rank 2, got shape \(16,\)": (2, weights.reshape(-1)),
+        r"w_out is a NoneType, expected an array": (4, None),
         r"experts has shape \(7, 2\), expected \(8, 2\)": (1, experts[:7]),
         r"weights has shape \(8, 1\), expected \(8, 2\)": (2, weights[:, :1]),
         r"w_in has shape \(4, 2, 5, 10\), expected \(4, 2, 6, 10\)": (3, w_in[:, :, :5]),
@@ -264,3 +266,5 @@ def test_bad_input():
         call(*good, implementation="dense")
     with pytest.raises(ValueError, match=r"'relu'; the choices are four, capped, swiglu"):
         expert_ffn(*good, activation="relu")
+    with pytest.raises(ValueError, match=r"\['capped'\]; the choices are four"):
+        expert_ffn(*good, activation=["capped"])

@@ -23,7 +23,9 @@ import numpy as np
 import configs
 from experiments.ablate.arguments import at_least
 from mlmoe.config import ModelConfig, from_dict
+from mlmoe.stop import run_program
 from mlmoe.stream import check, make_layer, noise
+from pallas_kernels.libtpu import describe_no_tpu
 
 POSITIONS = tuple(4096 * 4**i for i in range(5))  # 4K, 16K, 64K, 256K, 1M
 MEMORY_MAX = 1e5
@@ -84,7 +86,9 @@ def measure(config: ModelConfig, letter: str, tokens: int, piece: int) -> list[d
     return rows
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str]) -> int:
+    """One command line; returns the exit code."""
+    describe_no_tpu()
     parser = argparse.ArgumentParser(
         prog="python -m experiments.stream",
         description=__doc__,
@@ -107,7 +111,8 @@ def main(argv: list[str] | None = None) -> None:
         f"{last['peak'] / first['peak']:.3f} ({grown:.1f} bytes a token more), time per token "
         f"{last['ratio']:.3f}"
     )
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main, "before the last token")

@@ -15,6 +15,7 @@ from typing import Any
 
 import configs
 from mlmoe.config import MoEConfig, TrainConfig, from_dict
+from mlmoe.stop import run_program
 from pallas_kernels import aot
 
 
@@ -65,7 +66,8 @@ def rows_a_token(experts: int, active: int, shards: int) -> float:
     return shards * (1.0 - none)
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str]) -> int:
+    """One command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--config", default="8k:2p8t", help="STAGE:SCALE")
     parser.add_argument("--topology", default="v5p:4x4x4")
@@ -87,7 +89,8 @@ def main(argv: list[str] | None = None) -> None:
             print(f"  {made.name:20} {shape:24} {made.bytes / args.tokens:12,.0f} bytes a token")
     rows = rows_a_token(moe.experts, moe.active, args.expert)
     print(f"rows a token with uniform routing: {rows:.2f} of {moe.active} choices (counted)")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main, "before the end of the report")

@@ -46,6 +46,9 @@ from mlmoe.step_reader import StepReader
 from mlmoe.stop import Stopped, StopSignal, leave
 from mlmoe.workdir import Workdir
 
+T = TypeVar("T")
+Heldout = tuple[list[Batch], int]  # on the devices, and the bytes in them
+
 # What may change between the runs of one workdir; any other difference makes it another run.
 MAY_CHANGE = {
     *("workdir", "steps", "log_every", "eval_every", "eval_bytes", "final_eval_bytes"),
@@ -189,10 +192,6 @@ def train(config: TrainConfig) -> None:
                 f"out of memory: {str(e).splitlines()[0]}. Try a smaller --config.batch "
                 f"(now {config.batch}) or a larger --config.accumulate (now {config.accumulate})"
             ) from e
-
-
-T = TypeVar("T")
-Heldout = tuple[list[Batch], int]
 
 
 def before_the_first_step(work: Callable[[], T], checkpoints: Checkpoints, stop: StopSignal) -> T:

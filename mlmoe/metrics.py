@@ -147,7 +147,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for line in path.read_text(errors="replace").splitlines():
         with contextlib.suppress(json.JSONDecodeError):
             record = json.loads(line)
-            if isinstance(record, dict) and {"kind", "step"} <= set(record):
+            if isinstance(record, dict) and "kind" in record and type(record.get("step")) is int:
                 records.append(_swap(record, lambda x: math.nan if x is None else x))
     return records
 
@@ -214,7 +214,7 @@ def plot_losses(records: list[dict[str, Any]], baselines: dict[str, float], path
         if points:
             axis.plot(*zip(*points, strict=True), label=kind, **style)  # type: ignore[arg-type]
     bits = [r["bits_per_byte"] for r in records if r["kind"] in ("train", "eval")]
-    low = min([*baselines.values(), *bits], default=1.0)
+    low = min([*baselines.values(), *filter(math.isfinite, bits)], default=1.0)
     bottom, top = max(0.0, low - 0.3), max(5.0, low + 1.0)
     for name, value in baselines.items():
         if value > top:  # xz of texts of a few bytes; a label out there leaves no room for the plot

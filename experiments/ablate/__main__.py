@@ -30,6 +30,7 @@ from experiments.ablate import (
 )
 from experiments.ablate.arguments import add_out, add_seeds, at_least
 from mlmoe.stop import run_program
+from pallas_kernels.libtpu import describe_no_tpu
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -73,6 +74,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     """One study; returns the exit code."""
     args = parse(argv)
+    describe_no_tpu()
     match args.study:
         case "hybrid_vs_dense":
             hybrid_vs_dense.study(args.seeds, args.seconds)

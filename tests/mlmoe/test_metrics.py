@@ -31,7 +31,8 @@ def test_a_log_is_json_whatever_the_numbers(tmp_path: Path) -> None:
 
 def test_lines_that_are_no_records_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'\xff\xfe\n12\n[]\n{"kind": "train", "step": 1}\n{"kind": "tr')
+    odd = b'\xff\xfe\n12\n[]\n{"kind": "train", "step": "x"}\n'
+    path.write_bytes(odd + b'{"kind": "train", "step": 1}\n{"kind": "tr')
     assert read_metrics(path) == [{"kind": "train", "step": 1}]
 
 

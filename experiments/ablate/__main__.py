@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
         case "hybrid_vs_dense":
             hybrid_vs_dense.study(args.seeds, args.seconds)
         case "balance":
-            balance.study(args.seeds, args.steps, args.experts, args.strategies, args.out)
+            balance.study(args)
         case "balance_cost":
             balance_cost.study()
         case "activation":

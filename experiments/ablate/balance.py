@@ -165,10 +165,18 @@ def tokens_for(experts: int) -> int:
     return 1 << round(math.log2(73 * experts))
 
 
-def study(
+def study(args: Any) -> None:
+    """The parts that were asked for; prints their tables, writes CSV and figures to `args.out`."""
+    for part in args.parts:
+        part_of = {"router": routers, "model": models}[part]
+        part_of(args.seeds, args.steps, args.experts, args.strategies, args.out)
+
+
+def routers(
     seeds: int, steps: int, experts: Sequence[int], strategies: Sequence[str], out: Path
 ) -> None:
-    """Both studies; prints their tables and writes CSV and figures to `out`."""
+    """Routers alone, ROUTER_STEPS of them whatever `steps` says."""
+    del steps
     rows: list[Row] = []
     for E in experts:
         A = active_for(E)
@@ -177,9 +185,14 @@ def study(
             write_csv(rows, out / "balance_router.csv")
     columns = ["steps to 0.5", "first MaxVio", "MaxVio after", "dead", "jitter", "dropped"]
     print(table(rows, ("experts", "strategy"), columns))
-    if not steps:
-        return
-    setting, rows = open_setting(), []
+
+
+def models(
+    seeds: int, steps: int, experts: Sequence[int], strategies: Sequence[str], out: Path
+) -> None:
+    """The tiny model under each strategy."""
+    setting = open_setting()
+    rows: list[Row] = []
     for E in experts:
         loads: dict[str, np.ndarray] = {}
         for seed in range(seeds):
@@ -195,9 +208,9 @@ def study(
 
 def arguments(parser: Any) -> None:
     add_seeds(parser)
-    parser.add_argument(
-        "--steps", type=at_least(0), default=1000, help="of the model; 0: router alone (1000)"
-    )
+    parser.add_argument("--steps", type=at_least(10), default=1000, help="of the model (1000)")
+    parts = ["router", "model"]
+    parser.add_argument("--parts", nargs="+", default=parts, choices=parts, help="(both)")
     numbers = {"type": at_least(3), "nargs": "+", "default": [64, 896]}
     parser.add_argument("--experts", help="numbers of experts (64 896)", **numbers)
     names = {"nargs": "+", "default": list(BALANCE), "choices": BALANCE}

@@ -167,16 +167,14 @@ def tokens_for(experts: int) -> int:
 
 def study(args: Any) -> None:
     """The parts that were asked for; prints their tables, writes CSV and figures to `args.out`."""
-    for part in args.parts:
-        part_of = {"router": routers, "model": models}[part]
-        part_of(args.seeds, args.steps, args.experts, args.strategies, args.out)
+    if "router" in args.parts:
+        routers(args.seeds, args.experts, args.strategies, args.out)
+    if "model" in args.parts:
+        models(args.seeds, args.steps, args.experts, args.strategies, args.out)
 
 
-def routers(
-    seeds: int, steps: int, experts: Sequence[int], strategies: Sequence[str], out: Path
-) -> None:
-    """Routers alone, ROUTER_STEPS of them whatever `steps` says."""
-    del steps
+def routers(seeds: int, experts: Sequence[int], strategies: Sequence[str], out: Path) -> None:
+    """Routers alone."""
     rows: list[Row] = []
     for E in experts:
         A = active_for(E)

@@ -5,9 +5,10 @@
     python -m experiments.curriculum --scale=tiny --budget=long           more steps: hours
     python -m experiments.curriculum --scale=tiny --config.optim.lr=1e-3  any field, in every stage
 
-Stages: {stages}, and before them two short parts without text, in which looking back is
-learnt. They train on the Python library's sources and on tasks that need the whole context, in
-runs/curriculum-SCALE-ARCHITECTURE[-long]/STAGE. The same command goes on where it was stopped.
+Stages: {stages}. Before the first, two short parts without text, in which looking back is
+learnt; before later ones a part of tasks alone, in which it is learnt at the new length. The stages
+train on the Python library's sources and on tasks that need the whole context. Everything is in
+runs/curriculum-SCALE-ARCHITECTURE[-long]/PART; the same command goes on where it was stopped.
 At the end: a table of the stages, the loss over the whole curriculum (curriculum.png), the loss by
 position for each stage, and the pass key by length and depth for the last one, up to four times
 the longest row (evals/).
@@ -18,7 +19,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,13 +34,52 @@ from mlmoe.report import SUMMARY
 from mlmoe.stop import run_program
 from pallas_kernels.libtpu import describe_no_tpu
 
+Mixture = tuple[tuple[str, str, float], ...]
+
+
+class Part(NamedTuple):
+    """A stretch of training between two hand-overs; factors on what the stage's config says."""
+
+    stage: str
+    mixture: Mixture
+    shorter: int = 1  # rows of this part of the length, and so many times as many
+    rows: int = 1
+    lr: float = 1.0
+
+
 TASKS = ("passkey", "needle_single", "needle_queries")
-MIXTURE = (("stdlib", "", 0.7), ("tasks", ",".join(TASKS), 0.3))
-# Before the text: rows of a quarter of the length in which half of the tokens are copies, then the
-# tasks alone. 8k:tiny learns to look back within 300 steps of copies, and finds pass keys soon
-# after; from the mixture alone it had not after 2,200 steps, with up to 70 % tasks (LOG.md).
-FIRST = {"copies": ((("tasks", "copy", 1.0),), 4), "tasks": ((("tasks", ",".join(TASKS), 1.0),), 1)}
-STEPS = {"short": (0.2, 0.2, 1, 4, 2, 1), "long": (0.2, 0.2, 3, 16, 12, 6)}  # times the config's
+COPIES: Mixture = (("tasks", "copy", 1.0),)
+ALL_TASKS: Mixture = (("tasks", ",".join(TASKS), 1.0),)
+# Of long rows few should be nothing but needles: they have thirty times the answers of a pass key.
+FEW: Mixture = (("tasks", TASKS[2], 0.2), ("tasks", ",".join(TASKS[:2]), 0.8))
+
+
+def with_text(share: float, tasks: Mixture) -> Mixture:
+    """A mixture with so much text."""
+    rest = tuple((source, path, (1 - share) * weight) for source, path, weight in tasks)
+    return (("stdlib", "", share), *rest)
+
+
+# 8k:tiny learns to look back within 300 steps of copies, and finds pass keys soon after; from the
+# mixture alone it had not after 2,200 steps. At a new length the same: 200 steps of tasks alone do
+# what 400 of a mixture do not, and a low rate keeps it beside text. One row a step is too few: what
+# Muon makes of a gradient without answers is as large as of one with many (LOG.md).
+PARTS = {
+    "copies": Part("8k", COPIES, shorter=4),
+    "tasks": Part("8k", ALL_TASKS),
+    "8k": Part("8k", with_text(0.7, ALL_TASKS)),
+    "64k-tasks": Part("64k", FEW, rows=4, lr=3.0),
+    "64k": Part("64k", with_text(0.5, FEW), rows=4),
+    "256k-tasks": Part("256k", FEW, rows=2, lr=1.5),
+    "256k": Part("256k", with_text(0.5, FEW), rows=2, lr=0.25),
+    "1m-tasks": Part("1m", FEW),
+    "1m": Part("1m", with_text(0.5, FEW), lr=0.125),
+}
+# Steps, as a factor on the config's; a part with 0 is left out.
+STEPS = {
+    "short": (0.2, 0.2, 1, 2, 1.25, 0, 0.5, 0, 0.2),
+    "long": (0.2, 0.4, 3, 6, 6, 5, 2.5, 3, 1),
+}
 SAME = 1e-4  # bits/byte that are no difference
 SMOOTH = 20  # records of training that a point of the plot is the mean of
 
@@ -59,23 +99,27 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def stages(args: argparse.Namespace, overrides: Sequence[str]) -> list[TrainConfig]:
-    """The config of every stage, each starting from the one before. Raises UserError."""
+    """The config of every part, each starting from the one before. Raises UserError."""
     longer = "" if args.budget == "short" else f"-{args.budget}"
     default = Path(f"runs/curriculum-{args.scale}-{args.architecture}{longer}")
     root, before, found = args.workdir or default, "", []
-    for name, times in zip((*FIRST, *configs.STAGES), STEPS[args.budget], strict=True):
-        stage = configs.STAGES[0] if name in FIRST else name
-        c = configs.load(f"{stage}:{args.scale}", args.architecture)
-        c.data.update(mixture=MIXTURE, packing="best_fit")
-        if name in FIRST:
-            c.data.mixture, shorter = FIRST[name]
-            c.update(context=c.context // shorter, batch=shorter * c.batch)
-            c.optim.schedule = "wsd"
+    for (name, part), times in zip(PARTS.items(), STEPS[args.budget], strict=True):
+        if not times:
+            continue
+        c = configs.load(f"{part.stage}:{args.scale}", args.architecture)
+        c.update(context=c.context // part.shorter, batch=c.batch * part.shorter * part.rows)
+        has_files = any(source == "stdlib" for source, _, _ in part.mixture)
+        c.data.update(mixture=part.mixture, packing="best_fit")
+        c.data.join_files = c.data.join_files and has_files
         c.steps = round(times * c.steps)
+        c.optim.update(lr=part.lr * c.optim.lr, adam_lr=part.lr * c.optim.adam_lr)
         c.optim.warmup = c.steps // 20
-        c.save_every = c.state_check_every = max(1, c.steps // 5)
-        c.eval_every = max(3, c.steps // 20)  # fine enough to see when a hand-over is made up for
-        c.update(final_eval_bytes=min(c.final_eval_bytes, 8 * c.eval_bytes), sample_tokens=0)
+        if name not in configs.STAGES:
+            c.optim.schedule = "wsd"
+        c.save_every = max(1, c.steps // 5)
+        # Fine enough to see when a hand-over that moves the loss is made up for.
+        c.eval_every = max(3, c.steps // (20 if args.architecture == "staged" else 5))
+        c.update(state_check_every=c.steps, final_eval_bytes=2 * c.eval_bytes, sample_tokens=0)
         apply_overrides(c, list(overrides))
         c.update(workdir=str(root / name), init_from=before)
         before = c.workdir
@@ -85,8 +129,13 @@ def stages(args: argparse.Namespace, overrides: Sequence[str]) -> list[TrainConf
     return found
 
 
+def is_stage(config: TrainConfig) -> bool:
+    """Whether a part is the one with text that its stage ends with."""
+    return Path(config.workdir).name in configs.STAGES
+
+
 def rows(found: Sequence[TrainConfig]) -> list[dict[str, Any]]:
-    """What became of each stage, from what it left in its folder."""
+    """What became of each part, from what it left in its folder."""
     out = []
     for config in found:
         records = read_metrics(Path(config.workdir) / "metrics.jsonl")
@@ -94,7 +143,7 @@ def rows(found: Sequence[TrainConfig]) -> list[dict[str, Any]]:
         summary = json.loads((Path(config.workdir) / SUMMARY).read_text())
         out.append(
             {
-                "stage": Path(config.workdir).name,
+                "part": Path(config.workdir).name,
                 "layout": config.model.letters,
                 "context": config.context,
                 "tokens": config.steps * config.batch * config.context,
@@ -151,32 +200,33 @@ def report(found: Sequence[TrainConfig]) -> None:
     """The table, the plot, and the evaluations of what the stages left."""
     root = Path(found[-1].workdir).parent
     columns = ["context", "tokens", "before", "handed over", "recovered", "bits/byte"]
-    print("\n" + table(rows(found), ("stage", "layout"), columns))
-    print("recovered: share of the stage's steps until the loss was as before the hand-over")
+    print("\n" + table(rows(found), ("part", "layout"), columns))
+    print("recovered: share of the part's steps until the loss was as before the hand-over")
     plot(found, root / "curriculum.png")
     longest = found[-1].context
-    lengths = [*(c.context for c in found[len(FIRST) :]), 4 * longest]
-    for config in found:
+    stages_alone = [c for c in found if is_stage(c)]
+    lengths = [*(c.context for c in stages_alone), 4 * longest]
+    for config in stages_alone:
         asked = [config.workdir, "--positions", str(config.context), "--tasks"]
         if config == found[-1]:
-            asked += [TASKS[0], "--examples", "16", "--tokens", str(4 * longest)]
+            asked += [TASKS[0], "--examples", "40", "--tokens", str(4 * longest)]
             asked += ["--lengths", *map(str, lengths)]
         evals.main(asked)
 
 
 def main(argv: list[str]) -> int:
-    """Trains every stage; returns the exit code."""
+    """Trains every part; returns the exit code."""
     describe_no_tpu()
     found = stages(*parse(argv))
     from mlmoe.loop import train
 
     for config in found:
         name = Path(config.workdir).name
-        print(f"\n== stage {name}, {config.context:,} tokens a row", flush=True)
+        print(f"\n== {name}: {config.steps:,} steps, {config.context:,} tokens a row", flush=True)
         train(config)
     report(found)
     return 0
 
 
 if __name__ == "__main__":
-    run_program(main, "between two stages: the same command goes on")
+    run_program(main, "between two parts: the same command goes on")

@@ -36,7 +36,7 @@ def seconds_of(config: TrainConfig) -> float:
 
 def long_rows_alone(found: list[TrainConfig], workdir: Path) -> TrainConfig:
     """The last stage from the start, for the seconds that all stages together took."""
-    first, last = found[len(curriculum.FIRST)], found[-1]
+    first, last = next(c for c in found if curriculum.is_stage(c)), found[-1]
     a_step = seconds_of(last) / last.steps
     steps = max(1, round(sum(map(seconds_of, found)) / a_step))
     optim = dataclasses.replace(first.optim, warmup=steps // 20)
@@ -83,9 +83,8 @@ def study(seeds: int, stages: int, out: Path) -> None:
             folder = out / "curriculum" / f"{architecture}-{seed}"
             line = ["--scale=tiny", f"--architecture={architecture}", f"--workdir={folder}"]
             args, overrides = curriculum.parse([*line, f"--config.seed={seed}"])
-            arms[architecture] = curriculum.stages(args, overrides)[
-                : len(curriculum.FIRST) + stages
-            ]
+            parts = curriculum.stages(args, overrides)
+            arms[architecture] = [c for c in parts if c.stage in configs.STAGES[:stages]]
             for config in arms[architecture]:
                 train(config)
         alone = long_rows_alone(arms["fixed"], out / "curriculum" / f"long-{seed}")

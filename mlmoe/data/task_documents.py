@@ -6,7 +6,8 @@
     --config.data.mixture='(("stdlib","",0.7),("tasks","passkey,needle_multi:2048",0.3))'
 
 Nothing is stored: document i is made when it is read, a function of i alone. Tasks take turns;
-lengths are log-uniform from the shortest example up; depths are uniform. Set
+lengths are log-uniform from the shortest example up; depths are uniform, a tenth of the
+examples at each end: of uniform ones in a long text hardly any is the first sentence. Set
 `--config.data.packing=best_fit`: 'split' cuts many of the longer examples in two, and one whose
 answer is in another row than its question teaches nothing.
 """
@@ -38,7 +39,7 @@ class TaskDocuments:
         rng = np.random.default_rng(0)
         spread = rng.random(DOCUMENTS) * np.log((longest + 1) / low)
         self._lengths = np.minimum(low * np.exp(spread), longest).astype(np.int64)
-        self._depths = rng.random(DOCUMENTS)
+        self._depths = np.clip(rng.uniform(-0.125, 1.125, DOCUMENTS), 0.0, 1.0)
         self.n_bytes = int(self._lengths.sum()) - 2 * DOCUMENTS  # at most: examples may be shorter
         # The first examples stand for how all are made: a change of that is another corpus.
         first = b"".join(content_bytes(self[i]) for i in range(2 * self._n))

@@ -45,6 +45,14 @@ def test_tasks_take_turns_and_lengths_are_log_uniform(documents):
     assert sum(sizes) - 2 * len(sizes) == pytest.approx(documents.n_bytes * 1800 / DOCUMENTS, 0.1)
 
 
+def test_a_tenth_of_the_examples_asks_for_what_stands_first():
+    """With uniform depths that would be one in two hundred of these lengths, and go unlearnt."""
+    documents = TaskDocuments("passkey:4096", 256, BYTES)
+    long = [i for i in range(1500) if documents.sizes()[i] > 1500]
+    first = [documents[i].startswith("Remember the pass key.\nThe pass key is") for i in long]
+    assert 0.06 < np.mean(first) < 0.16
+
+
 def test_no_document_is_an_example_of_the_evaluation():
     documents = TaskDocuments("passkey,parity:183", 256, BYTES)
     seen = {str(documents[i]) for i in range(4000)}

@@ -48,7 +48,7 @@ class Part(NamedTuple):
 
 
 TASKS = ("passkey", "needle_single", "needle_queries")
-COPIES: Mixture = (("tasks", "copy", 1.0),)
+COPIES: Mixture = (("tasks", "copy,digits", 1.0),)
 ALL_TASKS: Mixture = (("tasks", ",".join(TASKS), 1.0),)
 # Of long rows few should be nothing but needles: they have thirty times the answers of a pass key.
 FEW: Mixture = (("tasks", TASKS[2], 0.2), ("tasks", ",".join(TASKS[:2]), 0.8))
@@ -77,9 +77,10 @@ PARTS = {
 }
 # Steps, as a factor on the config's; a part with 0 is left out.
 STEPS = {
-    "short": (0.2, 0.2, 1, 2, 1.25, 0, 0.5, 0, 0.2),
+    "short": (0.2, 0.2, 1, 2.25, 1.25, 0, 0.5, 0, 0.2),
     "long": (0.2, 0.4, 3, 6, 6, 5, 2.5, 3, 1),
 }
+EVALUATED = {"short": 10, "long": 80}  # longest rows that pass keys of a length may fill at the end
 SAME = 1e-4  # bits/byte that are no difference
 SMOOTH = 20  # records of training that a point of the plot is the mean of
 
@@ -118,8 +119,9 @@ def stages(args: argparse.Namespace, overrides: Sequence[str]) -> list[TrainConf
             c.optim.schedule = "wsd"
         c.save_every = max(1, c.steps // 5)
         # Fine enough to see when a hand-over that moves the loss is made up for.
-        c.eval_every = max(3, c.steps // (20 if args.architecture == "staged" else 5))
-        c.update(state_check_every=c.steps, final_eval_bytes=2 * c.eval_bytes, sample_tokens=0)
+        c.eval_every = max(3, c.steps // (20 if args.architecture == "staged" else 3))
+        c.state_check_every = c.steps if name in configs.STAGES else 0
+        c.update(final_eval_bytes=2 * c.eval_bytes, sample_tokens=0)
         apply_overrides(c, list(overrides))
         c.update(workdir=str(root / name), init_from=before)
         before = c.workdir
@@ -196,7 +198,7 @@ def plot(found: Sequence[TrainConfig], path: Path) -> None:
     plt.close(figure)
 
 
-def report(found: Sequence[TrainConfig]) -> None:
+def report(found: Sequence[TrainConfig], args: argparse.Namespace) -> None:
     """The table, the plot, and the evaluations of what the stages left."""
     root = Path(found[-1].workdir).parent
     columns = ["context", "tokens", "before", "handed over", "recovered", "bits/byte"]
@@ -209,7 +211,13 @@ def report(found: Sequence[TrainConfig]) -> None:
     for config in stages_alone:
         asked = [config.workdir, "--positions", str(config.context), "--tasks"]
         if config == found[-1]:
-            asked += [TASKS[0], "--examples", "40", "--tokens", str(4 * longest)]
+            asked += [
+                TASKS[0],
+                "--examples",
+                "40",
+                "--tokens",
+                str(EVALUATED[args.budget] * longest),
+            ]
             asked += ["--lengths", *map(str, lengths)]
         evals.main(asked)
 
@@ -217,14 +225,15 @@ def report(found: Sequence[TrainConfig]) -> None:
 def main(argv: list[str]) -> int:
     """Trains every part; returns the exit code."""
     describe_no_tpu()
-    found = stages(*parse(argv))
+    args, overrides = parse(argv)
+    found = stages(args, overrides)
     from mlmoe.loop import train
 
     for config in found:
         name = Path(config.workdir).name
         print(f"\n== {name}: {config.steps:,} steps, {config.context:,} tokens a row", flush=True)
         train(config)
-    report(found)
+    report(found, args)
     return 0
 
 

@@ -9,6 +9,9 @@ examples whose whole answer greedy decoding writes, with its standard error, by 
 tokens, prompt and answer) and depth of what is asked for; and the held-out nats a token by
 position. Writes tasks.csv, tasks.png, positions.csv and positions.png to --out.
 
+With --tokens N, all examples of a task and length have N tokens at most: there are fewer where they
+are long, and every other depth is asked where that leaves none for some.
+
 Tasks: {tasks}.
 Examples are never among those that the source 'tasks' trains on. Exit codes: 0 done, 2 bad input,
 130 and 143 stopped by a signal (what was measured until then is written).
@@ -64,7 +67,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--lengths", nargs="+", type=at_least(1), metavar="N", help="default: 1, 2, 4 x context")
     add("--depths", nargs="+", type=float, default=[0.0, 0.25, 0.5, 0.75, 1.0], metavar="X")
     add("--examples", type=at_least(1), default=32, help="for each task, length and depth")
-    add("--tokens", type=at_least(1), help="most of them together, where there are several")
+    add("--tokens", type=at_least(1), help="most of a task's examples of a length, see below")
     add("--positions", type=at_least(0), help="tokens; default: 4 x context, as texts allow; 0: no")
     add("--seed", type=at_least(0), default=0, help="of the examples")
     add("--expert", type=at_least(1), default=1, help="devices that share a copy of the experts")
@@ -137,7 +140,7 @@ def score_tasks(
         step = stop.run(partial(evaluator.compile_answers, size, length, BYTES.vocab_size))
         print(f"ready after {time.perf_counter() - began:.1f} s", flush=True)
         for name in args.tasks:
-            for depth in args.depths if name in DEPTH_TASKS else (None,):
+            for depth in depths_at(args, length) if name in DEPTH_TASKS else (None,):
                 began = time.perf_counter()
                 where = "" if depth is None else f", depth {depth:g}"
                 what = f"{name}, {length} tokens{where}"
@@ -174,8 +177,15 @@ class Ticker:
 
 
 def examples_at(args: argparse.Namespace, length: int) -> int:
-    """Fewer where they are long, if --tokens says so."""
-    return max(1, min(args.examples, (args.tokens or args.examples * length) // length))
+    """For each depth: fewer where they are long, if --tokens says so."""
+    room = args.examples if args.tokens is None else args.tokens // (length * len(args.depths))
+    return max(1, min(args.examples, room))
+
+
+def depths_at(args: argparse.Namespace, length: int) -> list[float]:
+    """Every other one where --tokens has no room for an example of each."""
+    full = args.tokens is None or args.tokens >= length * len(args.depths)
+    return args.depths if full else args.depths[::2]
 
 
 def examples_of(

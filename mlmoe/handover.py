@@ -51,11 +51,11 @@ def hand_over(
     mesh: jax.sharding.Mesh,
     heldout: tuple[list[Batch], int],
     check: Callable[[], None],
-) -> tuple[TrainState, float]:
+) -> tuple[TrainState, float | None]:
     """The first state of this run: `found`, done with the newest checkpoint of `config.init_from`.
 
     Prints what becomes of each tensor. Also returns the held-out bits/byte of the old model, on
-    this run's rows and length; nan without held-out text.
+    this run's rows and length; nan without held-out text, None where the model stays the same.
     """
     trained = load_trained(config.init_from, mesh)
     shapes = {k: v.shape for k, v in _named(found.old, trained.state).items()}
@@ -63,7 +63,8 @@ def hand_over(
     shapes |= {k: v.shape for k, v in _named(config, fresh).items()}
     print(f"starting from step {trained.step} of {config.init_from}:")
     print(describe(found.moves, shapes), flush=True)
-    before = loss_before(config, trained, mesh, heldout, check)
+    same = trained.config.model == config.model
+    before = None if same else loss_before(config, trained, mesh, heldout, check)
     where = jax.tree.map(lambda x: x.sharding, abstract_state(program, mesh))
     move = functools.partial(apply, found.moves, found.old.model, config.model)
     with jax.set_mesh(mesh):

@@ -122,6 +122,7 @@ class Run:
         state, before = hand_over(self.hand_over, *args)
         if heldout[0]:
             after = self.evaluate(state, *heldout, print)["bits_per_byte"]
+            before = after if before is None else before
             print(f"held-out bits/byte: {before:.4f} before the hand-over, {after:.4f} after it")
             self.handed_over = {"bits_per_byte_before": before, "bits_per_byte": after}
         return state

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import configs
-from experiments.evals import examples_at, lengths_of, main, parse
+from experiments.evals import depths_at, examples_at, lengths_of, main, parse
 from mlmoe.build import first_state, make_program
 from mlmoe.checkpoint import Checkpoints
 from mlmoe.config import TrainConfig, from_dict, to_dict
@@ -107,8 +107,10 @@ def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
 
 
 def test_long_examples_are_fewer_where_their_tokens_are_limited() -> None:
-    limited = parse(["run", "--examples", "16", "--tokens", "4096"])
+    limited = parse(["run", "--examples", "16", "--tokens", "20480"])
     assert [examples_at(limited, n) for n in (64, 256, 1024, 9999)] == [16, 16, 4, 1]
+    assert depths_at(limited, 1024) == [0.0, 0.25, 0.5, 0.75, 1.0]
+    assert depths_at(limited, 9999) == [0.0, 0.5, 1.0]
     assert examples_at(parse(["run", "--examples", "16"]), 10**6) == 16
 
 

@@ -23,10 +23,12 @@ from mlmoe.data.tasks.counting import (
 )
 from mlmoe.data.tasks.example import Example, Seed, check_length, with_ends
 from mlmoe.data.tasks.needles import (
+    DIGITS_SHORTEST,
     NEEDLE_MULTI_SHORTEST,
     NEEDLE_QUERIES_SHORTEST,
     NEEDLE_SINGLE_SHORTEST,
     PASSKEY_SHORTEST,
+    digits,
     needle_multi,
     needle_queries,
     needle_single,
@@ -42,6 +44,7 @@ DEPTH_TASKS: dict[str, Callable[..., Example]] = {
 TEXT_TASKS: dict[str, Callable[..., Example]] = {
     **DEPTH_TASKS,
     "needle_queries": needle_queries,
+    "digits": digits,
     "variables": variables,
     "common_words": common_words,
     "frequent_words": frequent_words,
@@ -62,6 +65,7 @@ SHORTEST = {  # tokens of the shortest example, with bos and eos
     "needle_single": NEEDLE_SINGLE_SHORTEST,
     "needle_multi": NEEDLE_MULTI_SHORTEST,
     "needle_queries": NEEDLE_QUERIES_SHORTEST,
+    "digits": DIGITS_SHORTEST,
     "variables": shortest_variables(),
     "common_words": shortest_common_words(),
     "frequent_words": FREQUENT_WORDS_SHORTEST,

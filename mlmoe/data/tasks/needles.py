@@ -1,4 +1,4 @@
-"""Text tasks that ask for one thing said once: pass key, and needles in noise or in needles.
+"""Text tasks that ask for what was said once: pass key, needles in noise or needles, all digits.
 
 `depth` says where in the text it lies: 0 at the start, 1 at the end, right before the question.
 """
@@ -46,6 +46,7 @@ _QUERIES_FIXED = len(_NUMBERS_HEAD) + _ENDS - 1  # a space fewer than there are 
 PASSKEY_SHORTEST = _PASSKEY_FIXED + NOISE_CYCLE
 NEEDLE_SINGLE_SHORTEST = _NUMBERS_FIXED + _NEEDLE + NOISE_CYCLE
 NEEDLE_QUERIES_SHORTEST = _QUERIES_FIXED + _NEEDLE + 1 + _QUERY
+DIGITS_SHORTEST = _ENDS + 1 + 2 * 5  # so few exist of shorter ones that most would be known
 NEEDLE_MULTI_SHORTEST = _NUMBERS_FIXED + 5 * (_NEEDLE + 1) - 1
 
 
@@ -95,6 +96,18 @@ def needle_queries(length: int, *, seed: Seed) -> Example:
     parts = [(_NUMBERS_HEAD + " ".join([*noise(left), *said]), "")]
     parts += [(_ask_number(words[i]), str(numbers[i])) for i in rng.permutation(count)]
     return parts_example(parts)
+
+
+def digits(length: int, *, seed: Seed) -> Example:
+    """Random digits, and after a line's end the same again; at most `length` tokens.
+
+    As dense as `copy`, but with ten symbols, so that what follows a symbol, or two, is said of
+    several places: only a longer past tells which. Numbers with repeated digits need that.
+    """
+    check_length("digits", length, DIGITS_SHORTEST)
+    count = (length - _ENDS - 1) // 2
+    text = "".join(map(str, np.random.default_rng(seed).integers(0, 10, size=count).tolist()))
+    return text_example(text + "\n", text)
 
 
 def _hide(needle: str, sentences: list[str], depth: float) -> str:

@@ -89,7 +89,7 @@ def test_alibi_takes_a_slope_times_the_distance() -> None:
         np.testing.assert_allclose(o[b, t], want, rtol=1e-4, atol=1e-5)
 
 
-def test_blocks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_queries_and_keys_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = qkv(70)
     document_BT = jnp.stack([jnp.ones(70, int), jnp.where(jnp.arange(70) < 60, 3, 0)])
 
@@ -98,9 +98,12 @@ def test_blocks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 
     whole = jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
     monkeypatch.setattr(attention, "QUERY_BLOCK", 16)
-    chex.assert_trees_all_close(
-        jax.value_and_grad(loss, (0, 1, 2))(q, k, v), whole, rtol=2e-5, atol=1e-6
-    )
+    for most in (10**6, 16):  # keys all at once, and in blocks that do not divide them
+        monkeypatch.setattr(attention, "KEYS_AT_ONCE", most)
+        monkeypatch.setattr(attention, "KEY_BLOCK", 24)
+        chex.assert_trees_all_close(
+            jax.value_and_grad(loss, (0, 1, 2))(q, k, v), whole, rtol=2e-5, atol=2e-6
+        )
 
 
 def test_padding_gives_zero_and_gets_no_gradient() -> None:

@@ -79,6 +79,7 @@ SOLVERS = {
     "needle_single": solve_needle,
     "needle_multi": solve_needle,
     "needle_queries": solve_needle,
+    "digits": lambda prompt: prompt.removesuffix("\n"),
     "variables": solve_variables,
     "common_words": solve_common_words,
     "frequent_words": solve_frequent_words,

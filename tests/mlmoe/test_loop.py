@@ -78,6 +78,16 @@ def finish(process: "subprocess.Popen[str]", code: int = 0) -> str:
     return out
 
 
+def kill_after(line: str, process: "subprocess.Popen[str]") -> None:
+    """Kills the run when it prints a line that begins so."""
+    assert process.stdout is not None
+    for said in process.stdout:
+        if said.startswith(line):
+            break
+    process.kill()
+    process.communicate()
+
+
 def losses(workdir: Path) -> dict[int, float]:
     records = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
     return {r["step"]: r["loss"] for r in records if r["kind"] == "train"}
@@ -153,13 +163,7 @@ def test_another_config_is_refused_with_what_differs(
 def test_killed_and_resumed_equals_never_stopped(
     after: str, config_file: Path, whole_run: tuple[Path, str], tmp_path: Path
 ) -> None:
-    process = start(config_file, tmp_path)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith(after):
-            break
-    process.kill()
-    process.communicate()
+    kill_after(after, start(config_file, tmp_path))
     # One of the two compiles all again: a resumed run may not owe its bits to a shared cache.
     cache = tmp_path / "empty" if "12" in after else None
     finish(start(config_file, tmp_path, cache=cache))
@@ -239,6 +243,10 @@ def test_a_run_starts_from_another_ones_weights(
     records = map(json.loads, (tmp_path / "next" / "metrics.jsonl").read_text().splitlines())
     kinds = [r["kind"] for r in records]
     assert kinds[0] == "handover" and kinds.count("train") == 14
+    # Killed between two checkpoints and started again: the hand-over is not done a second time.
+    kill_after("step     12/", start(config_file, tmp_path / "killed", *more))
+    assert "starting from" not in finish(start(config_file, tmp_path / "killed", *more))
+    assert losses(tmp_path / "killed") == losses(tmp_path / "next")
 
 
 def test_a_hand_over_that_cannot_be_is_refused_before_compiling(

@@ -9,8 +9,8 @@ examples whose whole answer greedy decoding writes, with its standard error, by 
 tokens, prompt and answer) and depth of what is asked for; and the held-out nats a token by
 position. Writes tasks.csv, tasks.png, positions.csv and positions.png to --out.
 
-With --tokens N, all examples of a task and length have N tokens at most: there are fewer where they
-are long, and every other depth is asked where that leaves none for some.
+With --tokens N, the examples of a task and length have about N tokens: there are fewer where they
+are long, and one at every other depth where there is no room for one at each.
 
 Tasks: {tasks}.
 Examples are never among those that the source 'tasks' trains on. Exit codes: 0 done, 2 bad input,
@@ -133,14 +133,14 @@ def score_tasks(
 ) -> None:
     """Appends to `rows` as it goes, so that a stop keeps what there is."""
     for length in lengths if args.tasks else ():
-        count = examples_at(args, length)
-        size = rows_at(length, count, evaluator.mesh)
+        counts = {name: examples_at(args, name, length) for name in args.tasks}
+        size = rows_at(length, max(counts.values()), evaluator.mesh)
         print(f"compiling for {length} tokens, {size} rows at a time ...", flush=True)
         began = time.perf_counter()
         step = stop.run(partial(evaluator.compile_answers, size, length, BYTES.vocab_size))
         print(f"ready after {time.perf_counter() - began:.1f} s", flush=True)
-        for name in args.tasks:
-            for depth in depths_at(args, length) if name in DEPTH_TASKS else (None,):
+        for name, count in counts.items():
+            for depth in depths_at(args, name, length):
                 began = time.perf_counter()
                 where = "" if depth is None else f", depth {depth:g}"
                 what = f"{name}, {length} tokens{where}"
@@ -176,14 +176,17 @@ class Ticker:
         self.done += self.rows
 
 
-def examples_at(args: argparse.Namespace, length: int) -> int:
+def examples_at(args: argparse.Namespace, name: str, length: int) -> int:
     """For each depth: fewer where they are long, if --tokens says so."""
-    room = args.examples if args.tokens is None else args.tokens // (length * len(args.depths))
+    depths = len(args.depths) if name in DEPTH_TASKS else 1
+    room = args.examples if args.tokens is None else args.tokens // (length * depths)
     return max(1, min(args.examples, room))
 
 
-def depths_at(args: argparse.Namespace, length: int) -> list[float]:
+def depths_at(args: argparse.Namespace, name: str, length: int) -> Sequence[float | None]:
     """Every other one where --tokens has no room for an example of each."""
+    if name not in DEPTH_TASKS:
+        return [None]
     full = args.tokens is None or args.tokens >= length * len(args.depths)
     return args.depths if full else args.depths[::2]
 

@@ -55,7 +55,7 @@ def hand_over(
     """The first state of this run: `found`, done with the newest checkpoint of `config.init_from`.
 
     Prints what becomes of each tensor. Also returns the held-out bits/byte of the old model, on
-    this run's rows and length; nan without held-out text, None where the model stays the same.
+    this run's rows and length; nan without held-out text, None where nothing changes.
     """
     trained = load_trained(config.init_from, mesh)
     shapes = {k: v.shape for k, v in _named(found.old, trained.state).items()}
@@ -63,7 +63,9 @@ def hand_over(
     shapes |= {k: v.shape for k, v in _named(config, fresh).items()}
     print(f"starting from step {trained.step} of {config.init_from}:")
     print(describe(found.moves, shapes), flush=True)
-    same = trained.config.model == config.model
+    # A temperature that was scheduled is not where it began.
+    warm, first = (float(s.routing.temperature.sum()) for s in (trained.state, fresh))
+    same = trained.config.model == config.model and warm == first
     before = None if same else loss_before(config, trained, mesh, heldout, check)
     where = jax.tree.map(lambda x: x.sharding, abstract_state(program, mesh))
     move = functools.partial(apply, found.moves, found.old.model, config.model)

@@ -31,8 +31,8 @@ from mlmoe.layers.rope import rotate
 SECTIONS = (2, 16)  # 0.08, 1.44, 23
 QUERY_BLOCK = 256
 # Keys of a row of more than KEYS_AT_ONCE in blocks, too. Forward, and with its gradient, 8,192 and
-# 32,768 tokens, in seconds: all at once 0.39, 5.6 and 0.68, 12.3; blocks of 512 0.23, 3.3 and 0.79,
-# 13.0.
+# 32,768 tokens, in seconds, measured apart from those above with huge pages for malloc: all at once
+# 0.39, 5.6 and 0.68, 12.3; blocks of 512 0.23, 3.3 and 0.79, 13.0.
 KEYS_AT_ONCE, KEY_BLOCK = 16_384, 512
 LEAST = -1e30  # the score of a key that is not seen
 

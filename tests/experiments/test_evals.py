@@ -108,10 +108,13 @@ def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
 
 def test_long_examples_are_fewer_where_their_tokens_are_limited() -> None:
     limited = parse(["run", "--examples", "16", "--tokens", "20480"])
-    assert [examples_at(limited, n) for n in (64, 256, 1024, 9999)] == [16, 16, 4, 1]
-    assert depths_at(limited, 1024) == [0.0, 0.25, 0.5, 0.75, 1.0]
-    assert depths_at(limited, 9999) == [0.0, 0.5, 1.0]
-    assert examples_at(parse(["run", "--examples", "16"]), 10**6) == 16
+    many = (64, 256, 1024, 9999)
+    assert [examples_at(limited, "passkey", n) for n in many] == [16, 16, 4, 1]
+    assert [examples_at(limited, "mqar", n) for n in many] == [16, 16, 16, 2]
+    assert depths_at(limited, "passkey", 1024) == [0.0, 0.25, 0.5, 0.75, 1.0]
+    assert depths_at(limited, "passkey", 9999) == [0.0, 0.5, 1.0]
+    assert depths_at(limited, "mqar", 9999) == [None]
+    assert examples_at(parse(["run", "--examples", "16"]), "passkey", 10**6) == 16
 
 
 def test_lengths_are_multiples_of_the_context_that_hold_an_example() -> None:

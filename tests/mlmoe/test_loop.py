@@ -239,6 +239,7 @@ def test_a_run_starts_from_another_ones_weights(
     assert f"starting from step 14 of {whole_run[0]}" in out and "converted" not in out
     before, after = re.findall(r"bits/byte: (\S+) before the hand-over, (\S+) after", out)[0]
     assert abs(float(before) - float(after)) < 0.05
+    assert before != after  # the temperature was 0.5 in the end and is 1 again
     assert "finished" in finish(start(config_file, tmp_path / "next", *more))
     records = map(json.loads, (tmp_path / "next" / "metrics.jsonl").read_text().splitlines())
     kinds = [r["kind"] for r in records]

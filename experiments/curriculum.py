@@ -42,9 +42,15 @@ class Part(NamedTuple):
 
     stage: str
     mixture: Mixture
+    short: float  # steps, by budget; a part with 0 is left out
+    long: float
     shorter: int = 1  # rows of this part of the length, and so many times as many
     rows: int = 1
     lr: float = 1.0
+
+    def steps(self, budget: str) -> float:
+        """The factor on the stage's steps."""
+        return {"short": self.short, "long": self.long}[budget]
 
 
 TASKS = ("passkey", "needle_single", "needle_queries")
@@ -65,22 +71,18 @@ def with_text(share: float, tasks: Mixture) -> Mixture:
 # what 400 of a mixture do not, and a low rate keeps it beside text. One row a step is too few: what
 # Muon makes of a gradient without answers is as large as of one with many (LOG.md).
 PARTS = {
-    "copies": Part("8k", COPIES, shorter=4),
-    "tasks": Part("8k", ALL_TASKS),
-    "8k": Part("8k", with_text(0.7, ALL_TASKS)),
-    "64k-tasks": Part("64k", FEW, rows=4, lr=3.0),
-    "64k": Part("64k", with_text(0.5, FEW), rows=4),
-    "256k-tasks": Part("256k", FEW, rows=2, lr=1.5),
-    "256k": Part("256k", with_text(0.5, FEW), rows=2, lr=0.25),
-    "1m-tasks": Part("1m", FEW),
-    "1m": Part("1m", with_text(0.5, FEW), lr=0.125),
+    "copies": Part("8k", COPIES, 0.2, 0.2, shorter=4),
+    "tasks": Part("8k", ALL_TASKS, 0.2, 0.2),
+    "8k": Part("8k", with_text(0.7, ALL_TASKS), 1, 1),
+    "64k-tasks": Part("64k", FEW, 2.25, 2.25, rows=4, lr=3.0),
+    "64k": Part("64k", with_text(0.5, FEW), 1.25, 1.25, rows=4),
+    "256k-tasks": Part("256k", FEW, 0, 2, rows=2, lr=1.5),
+    "256k": Part("256k", with_text(0.5, FEW), 0.5, 1, rows=2, lr=0.25),
+    "1m-tasks": Part("1m", FEW, 0, 0.75, lr=0.5),
+    "1m": Part("1m", with_text(0.5, FEW), 0.2, 0.4, lr=0.125),
 }
-# Steps, as a factor on the config's; a part with 0 is left out.
-STEPS = {
-    "short": (0.2, 0.2, 1, 2.25, 1.25, 0, 0.5, 0, 0.2),
-    "long": (0.2, 0.4, 3, 6, 6, 5, 2.5, 3, 1),
-}
-EVALUATED = {"short": 10, "long": 80}  # longest rows that pass keys of a length may fill at the end
+# By budget: longest rows that pass keys of a length may fill at the end.
+EVALUATED = {"short": 10, "long": 40}
 SAME = 1e-4  # bits/byte that are no difference
 SMOOTH = 20  # records of training that a point of the plot is the mean of
 
@@ -94,7 +96,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--scale", choices=tuple(SCALES), required=True)
     parser.add_argument("--architecture", choices=ARCHITECTURES, default="fixed")
-    parser.add_argument("--budget", choices=tuple(STEPS), default="short")
+    parser.add_argument("--budget", choices=tuple(EVALUATED), default="short")
     parser.add_argument("--workdir", type=Path, help="folder with a folder for each stage")
     return parser.parse_known_args(argv)
 
@@ -104,7 +106,8 @@ def stages(args: argparse.Namespace, overrides: Sequence[str]) -> list[TrainConf
     longer = "" if args.budget == "short" else f"-{args.budget}"
     default = Path(f"runs/curriculum-{args.scale}-{args.architecture}{longer}")
     root, before, found = args.workdir or default, "", []
-    for (name, part), times in zip(PARTS.items(), STEPS[args.budget], strict=True):
+    for name, part in PARTS.items():
+        times = part.steps(args.budget)
         if not times:
             continue
         c = configs.load(f"{part.stage}:{args.scale}", args.architecture)

@@ -42,7 +42,7 @@ class Part(NamedTuple):
 
     stage: str
     mixture: Mixture
-    short: float  # steps, by budget; a part with 0 is left out
+    short: float  # steps, by budget
     long: float
     shorter: int = 1  # rows of this part of the length, and so many times as many
     rows: int = 1
@@ -76,10 +76,8 @@ PARTS = {
     "8k": Part("8k", with_text(0.7, ALL_TASKS), 1, 1),
     "64k-tasks": Part("64k", FEW, 2.25, 2.25, rows=4, lr=3.0),
     "64k": Part("64k", with_text(0.5, FEW), 1.25, 1.25, rows=4),
-    "256k-tasks": Part("256k", FEW, 0, 2, rows=2, lr=1.5),
-    "256k": Part("256k", with_text(0.5, FEW), 0.5, 1, rows=2, lr=0.25),
-    "1m-tasks": Part("1m", FEW, 0, 0.75, lr=0.5),
-    "1m": Part("1m", with_text(0.5, FEW), 0.2, 0.4, lr=0.125),
+    "256k": Part("256k", with_text(0.5, FEW), 0.5, 2, rows=2, lr=0.25),
+    "1m": Part("1m", with_text(0.5, FEW), 0.2, 1, lr=0.125),
 }
 # By budget: longest rows that pass keys of a length may fill at the end.
 EVALUATED = {"short": 10, "long": 40}
@@ -107,15 +105,12 @@ def stages(args: argparse.Namespace, overrides: Sequence[str]) -> list[TrainConf
     default = Path(f"runs/curriculum-{args.scale}-{args.architecture}{longer}")
     root, before, found = args.workdir or default, "", []
     for name, part in PARTS.items():
-        times = part.steps(args.budget)
-        if not times:
-            continue
         c = configs.load(f"{part.stage}:{args.scale}", args.architecture)
         c.update(context=c.context // part.shorter, batch=c.batch * part.shorter * part.rows)
         has_files = any(source == "stdlib" for source, _, _ in part.mixture)
         c.data.update(mixture=part.mixture, packing="best_fit")
         c.data.join_files = c.data.join_files and has_files
-        c.steps = round(times * c.steps)
+        c.steps = round(part.steps(args.budget) * c.steps)
         c.optim.update(lr=part.lr * c.optim.lr, adam_lr=part.lr * c.optim.adam_lr)
         c.optim.warmup = c.steps // 20
         if name not in configs.STAGES:

@@ -28,7 +28,11 @@ from configs.scales import SCALES
 from experiments import evals
 from experiments.ablate.results import save_figure, table
 from experiments.launch import apply_overrides, check_fits
+from mlmoe.checkpoint import Checkpoints
 from mlmoe.config import ARCHITECTURES, TrainConfig, from_dict
+from mlmoe.data.task_documents import parse_tasks
+from mlmoe.data.tasks import check_task
+from mlmoe.errors import UserError, require
 from mlmoe.metrics import read_metrics
 from mlmoe.report import SUMMARY
 from mlmoe.stop import run_program
@@ -103,7 +107,8 @@ def stages(args: argparse.Namespace, overrides: Sequence[str]) -> list[TrainConf
     """The config of every part, each starting from the one before. Raises UserError."""
     longer = "" if args.budget == "short" else f"-{args.budget}"
     default = Path(f"runs/curriculum-{args.scale}-{args.architecture}{longer}")
-    root, before, found = args.workdir or default, "", []
+    root, before, found = (args.workdir or default).expanduser(), "", []
+    check_overrides(overrides)
     for name, part in PARTS.items():
         c = configs.load(f"{part.stage}:{args.scale}", args.architecture)
         c.update(context=c.context // part.shorter, batch=c.batch * part.shorter * part.rows)
@@ -119,14 +124,56 @@ def stages(args: argparse.Namespace, overrides: Sequence[str]) -> list[TrainConf
         # Fine enough to see when a hand-over that moves the loss is made up for.
         c.eval_every = max(3, c.steps // (20 if args.architecture == "staged" else 3))
         c.state_check_every = c.steps if name in configs.STAGES else 0
-        c.update(final_eval_bytes=2 * c.eval_bytes, sample_tokens=0)
+        # The last evaluation on the text of the others: they are compared.
+        c.update(final_eval_bytes=c.eval_bytes, sample_tokens=0)
         apply_overrides(c, list(overrides))
         c.update(workdir=str(root / name), init_from=before)
         before = c.workdir
         config = from_dict(TrainConfig, c.to_dict())
         check_fits(config)
+        check_texts(config)
         found.append(config)
     return found
+
+
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Refuses what every part has its own of. Raises UserError."""
+    instead = {
+        "architecture": "give --architecture, which decides the layers, too",
+        "workdir": "give --workdir, the folder of all parts",
+        "init_from": "the first part starts fresh, each of the others from the one before",
+    }
+    for text in overrides:
+        field = text.partition("=")[0].removeprefix("--config.")
+        require(field not in instead, f"{text}: {instead.get(field)}")
+
+
+def check_texts(config: TrainConfig) -> None:
+    """There is text to compare stages by, and tasks fit, now and at the end. Raises UserError."""
+    require(
+        config.data.heldout > 0,
+        "data.heldout=0: the stages are compared by held-out loss; nearest valid: 0.01",
+    )
+    for source, path, _ in config.data.mixture:
+        if source == "tasks":
+            parse_tasks(path, config.context)
+    if is_stage(config):
+        check_task(TASKS[0], config.context)
+
+
+def check_order(config: TrainConfig) -> None:
+    """A part that has begun did so from the last step of the one before, as that is now."""
+    records = read_metrics(Path(config.workdir) / "metrics.jsonl")
+    handed = next((r for r in records if r["kind"] == "handover"), None)
+    if handed is None or "from_step" not in handed:
+        return
+    with Checkpoints(Path(config.init_from), keep=1) as checkpoints:
+        last = max(checkpoints.steps(), default=0)
+    require(
+        handed["from_step"] == last,
+        f"{config.workdir} began from step {handed['from_step']} of {config.init_from}, which now "
+        f"has step {last}: move it and the later parts away, or give another --workdir",
+    )
 
 
 def is_stage(config: TrainConfig) -> bool:
@@ -217,7 +264,10 @@ def report(found: Sequence[TrainConfig], args: argparse.Namespace) -> None:
                 str(EVALUATED[args.budget] * longest),
             ]
             asked += ["--lengths", *map(str, lengths)]
-        evals.main(asked)
+        try:
+            evals.main(asked)
+        except UserError as e:  # the other stages can be evaluated
+            print(f"{Path(config.workdir).name} is not evaluated: {e}")
 
 
 def main(argv: list[str]) -> int:
@@ -230,6 +280,7 @@ def main(argv: list[str]) -> int:
     for config in found:
         name = Path(config.workdir).name
         print(f"\n== {name}: {config.steps:,} steps, {config.context:,} tokens a row", flush=True)
+        check_order(config)
         train(config)
     report(found, args)
     return 0

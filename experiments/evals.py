@@ -27,7 +27,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from experiments.ablate.arguments import at_least
+from experiments.ablate.arguments import at_least, folder
 from experiments.ablate.results import Row, plot_curves, table, write_csv
 from experiments.eval_plots import plot_scores
 from mlmoe.data.sources import open_corpus
@@ -71,7 +71,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--positions", type=at_least(0), help="tokens; default: 4 x context, as texts allow; 0: no")
     add("--seed", type=at_least(0), default=0, help="of the examples")
     add("--expert", type=at_least(1), default=1, help="devices that share a copy of the experts")
-    add("--out", type=Path, help="default: WORKDIR/evals")
+    add("--out", type=folder, help="default: WORKDIR/evals")
     return parser.parse_args(argv)
 
 
@@ -97,6 +97,14 @@ def check(args: argparse.Namespace) -> None:
         devices % args.expert == 0,
         f"--expert {args.expert} does not divide the {devices} devices; nearest valid: {near}",
     )
+
+
+def default_out(workdir: str) -> Path:
+    """WORKDIR/evals. Raises UserError where it cannot be written to."""
+    try:
+        return folder(f"{workdir}/evals")
+    except argparse.ArgumentTypeError as e:
+        raise UserError(f"{e}; give --out=<another folder>") from e
 
 
 def find_texts(args: argparse.Namespace, trained: Trained, say: Callable[[str], None]) -> Texts:
@@ -251,6 +259,7 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
     mesh = make_mesh(expert=args.expert)
     trained = stop.run(lambda: load_trained(args.workdir, mesh))
     config = trained.config
+    out = args.out or default_out(args.workdir)
     print(f"{args.workdir}: step {trained.step}, trained at {config.context} tokens", flush=True)
     lengths = lengths_of(args, config.context)
     if args.tasks and config.data.tokenizer != "bytes":
@@ -259,7 +268,6 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
     texts = stop.run(lambda: find_texts(args, trained, print))
     state = trained.state
     evaluator = Evaluator(trained.program.model, state.params, state.routing, mesh)
-    out = args.out or Path(args.workdir).expanduser() / "evals"
     rows: list[Row] = []
     try:
         score_tasks(args, lengths, evaluator, stop, rows)

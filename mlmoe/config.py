@@ -120,6 +120,11 @@ class MoEConfig:
         names = ("dense_hidden", "experts", "active", "latent", "hidden", "shared_hidden")
         positive(p, self, *names, "temperature", "balance_rate")
         require(
+            self.temperature >= 1e-3,
+            f"{p}.temperature={self.temperature}: scores divided by so little are no numbers any "
+            "more; nearest: 0.001",
+        )
+        require(
             self.temperature_final >= 0,
             f"{p}.temperature_final={self.temperature_final}: must be above 0, or 0 for constant",
         )

@@ -51,11 +51,11 @@ def hand_over(
     mesh: jax.sharding.Mesh,
     heldout: tuple[list[Batch], int],
     check: Callable[[], None],
-) -> tuple[TrainState, float | None]:
+) -> tuple[TrainState, float | None, int]:
     """The first state of this run: `found`, done with the newest checkpoint of `config.init_from`.
 
     Prints what becomes of each tensor. Also returns the held-out bits/byte of the old model, on
-    this run's rows and length; nan without held-out text, None where nothing changes.
+    this run's rows and length; nan without held-out text, None where nothing changes; and the step.
     """
     trained = load_trained(config.init_from, mesh)
     shapes = {k: v.shape for k, v in _named(found.old, trained.state).items()}
@@ -63,6 +63,9 @@ def hand_over(
     shapes |= {k: v.shape for k, v in _named(config, fresh).items()}
     print(f"starting from step {trained.step} of {config.init_from}:")
     print(describe(found.moves, shapes), flush=True)
+    was, now = trained.config.optim.name, config.optim.name
+    if was != now:
+        print(f"  optimizer: new ({was} -> {now}), no moments are carried", flush=True)
     # A temperature that was scheduled is not where it began.
     warm, first = (float(s.routing.temperature.sum()) for s in (trained.state, fresh))
     same = trained.config.model == config.model and warm == first
@@ -70,7 +73,7 @@ def hand_over(
     where = jax.tree.map(lambda x: x.sharding, abstract_state(program, mesh))
     move = functools.partial(apply, found.moves, found.old.model, config.model)
     with jax.set_mesh(mesh):
-        return jax.jit(move, out_shardings=where)(trained.state, fresh), before
+        return jax.jit(move, out_shardings=where)(trained.state, fresh), before, trained.step
 
 
 def loss_before(

@@ -119,12 +119,13 @@ class Run:
             return first_state(self.program, self.mesh)
         heldout = self.heldout(self.config.eval_bytes)
         args = (self.config, self.program, self.mesh, heldout, self.stop.check)
-        state, before = hand_over(self.hand_over, *args)
+        state, before, from_step = hand_over(self.hand_over, *args)
         if heldout[0]:
             after = self.evaluate(state, *heldout, print)["bits_per_byte"]
             before = after if before is None else before
             print(f"held-out bits/byte: {before:.4f} before the hand-over, {after:.4f} after it")
             self.handed_over = {"bits_per_byte_before": before, "bits_per_byte": after}
+            self.handed_over["from_step"] = from_step
         return state
 
     def evaluate(
@@ -304,6 +305,8 @@ def check_same_run(new: dict[str, Any], old: dict[str, Any] | None, workdir: str
         return
     old = json.loads(json.dumps(old))  # both sides with JSON's types: tuples are lists
     new = json.loads(json.dumps(new))
+    if _folder(old["config"]["init_from"]) == _folder(new["config"]["init_from"]):
+        old["config"]["init_from"] = new["config"]["init_from"]  # the same, spelled otherwise
     lines = describe_difference(_flat(old["config"]), _flat(new["config"]))
     lines = [line for line in lines if line.split(":")[0] not in MAY_CHANGE]
     lines += [d for d in describe_difference(old["data"], new["data"]) if d not in lines]
@@ -313,6 +316,10 @@ def check_same_run(new: dict[str, Any], old: dict[str, Any] | None, workdir: str
             + "\n  ".join(lines)
             + "\nGive --config.workdir=<another folder>, or the values of that run"
         )
+
+
+def _folder(text: str) -> str:
+    return str(Path(text).expanduser().resolve()) if text else ""
 
 
 def is_finished(run: Run) -> bool:

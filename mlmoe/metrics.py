@@ -56,13 +56,13 @@ class MetricsLog:
     """Appends records to `metrics.jsonl` and TensorBoard; only process 0 should own one.
 
     On resume from step s the records after s are dropped from the file, so it reads as if the run
-    had never stopped.
+    had never stopped; of a run that begins at step 0, all.
     """
 
     def __init__(self, workdir: Path, start_step: int):
         self.path = workdir / "metrics.jsonl"
         with writing(self.path):
-            kept = [r for r in read_metrics(self.path) if r["step"] <= start_step]
+            kept = [r for r in read_metrics(self.path) if r["step"] <= start_step and start_step]
             self._written = {(r["kind"], r["step"]) for r in kept}
             temporary = self.path.with_suffix(".tmp")
             temporary.write_text("".join(_line(r) for r in kept))

@@ -37,12 +37,14 @@ def final_report(run: "Run", state: TrainState, log: MetricsLog) -> None:
         plot, records = run.workdir / "loss.png", read_metrics(log.path)
         with writing(plot):
             plot_losses(records, baselines, plot)
-        cut = [r["cut_share"] for r in records if "cut_share" in r]
+        split, read = (
+            sum(r.get(name, 0) for r in records) for name in ("split_targets", "read_targets")
+        )
         summary = {
             "step": config.steps,
             "heldout_bits_per_byte": bits,
             "heldout_bytes": n_bytes,
-            "cut_share": float(np.mean(cut)) if cut else None,
+            "split_share": split / read if read else None,
             "baselines": baselines,
             "sample": text,
         }
@@ -94,7 +96,7 @@ def read_summary(workdir: Path, step: int) -> str:
     lines = [
         f"\nheld-out bits/byte after step {found['step']} ({found['heldout_bytes']:,} bytes)",
         *rows,
-        *_cut_line(found),
+        *_split_line(found),
         *(["\nsample:\n" + found["sample"]] if found["sample"] else []),
         "",
         *(f"{name + ':':<12}{path}" for name, path in paths.items()),
@@ -102,9 +104,9 @@ def read_summary(workdir: Path, step: int) -> str:
     return "\n".join(lines)
 
 
-def _cut_line(found: dict[str, Any]) -> list[str]:
-    """What packing took from documents that were split over rows."""
-    if found.get("cut_share") is None:
+def _split_line(found: dict[str, Any]) -> list[str]:
+    """What packing cut."""
+    if found.get("split_share") is None:
         return []
-    share = f"{100 * found['cut_share']:.1f} %"
-    return [f"\ntokens of training that did not see the start of their document: {share}"]
+    share = f"{100 * found['split_share']:.1f} %"
+    return [f"\ntokens of training in documents that are split over rows: {share}"]

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mlmoe.data.batch import Batch, cut_share
+from mlmoe.data.batch import Batch, split_targets
 from mlmoe.errors import UserError
 from mlmoe.layers.balance import Starvation
 from mlmoe.metrics import MetricsLog, Progress, Values, to_host, writing
@@ -20,7 +20,8 @@ class StepReader:
 
     def __init__(self, run: "Run", log: MetricsLog, progress: Progress, bytes_per_token: float):
         self.config, self.workdir = run.config, run.workdir
-        self.bos_id = run.tokenizer.bos_id
+        self.bos_id, self.eos_id = run.tokenizer.bos_id, run.tokenizer.eos_id
+        self.split, self.targets = 0, 0  # since the last record
         self.log, self.progress, self.bytes_per_token = log, progress, bytes_per_token
         self.pending: tuple[int, Metrics, Batch] | None = None
         self.starvation = Starvation(run.config.model.moe.experts)
@@ -41,11 +42,14 @@ class StepReader:
         (step, metrics, batch), self.pending = self.pending, None
         values = to_host(metrics)
         self.tokens += values["tokens"]
+        self.targets += int(values["tokens"])
+        self.split += split_targets(batch, self.bos_id, self.eos_id)
         values["bits_per_byte"] = values["loss"] / np.log(2) / self.bytes_per_token
         values["tokens_per_s"] = self.tokens / max(1e-9, time.perf_counter() - self.began)
         due = step % self.config.log_every == 0 or step in (1, self.config.steps)
         if due:
-            values["cut_share"] = cut_share(batch, self.bos_id)
+            values |= {"split_targets": self.split, "read_targets": self.targets}
+            self.split = self.targets = 0
             self.log.write("train", step, values)
             self.restart_clock()
         self.progress.step(step, values, due)

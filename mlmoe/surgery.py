@@ -104,7 +104,9 @@ def _move(
             return Move(name, "new", "switched on: zero, or a plain mean, at the start")
         if part.startswith("mixer/w_beta") and letters == ("A", "D"):
             return Move(name, "new", "the delta rule's step")
-        return Move(name, "refused", f"the old model has no such tensor {_letters(*letters)}")
+        return Move(
+            name, "refused", f"the old model has no such tensor {_letters(*letters)}".rstrip()
+        )
     if before[name] != shape:
         return Move(name, "refused", f"is {before[name]} in the old model, {shape} in the new one")
     note = "" if letters[0] == letters[1] or not part.startswith("mixer/") else _letters(*letters)
@@ -235,4 +237,4 @@ def _changes_kind(was: str, now: str) -> bool:
 
 
 def _letters(was: str, now: str) -> str:
-    return f"({LETTERS[was]} -> {LETTERS[now]})" if was else ""
+    return f"({LETTERS[was]} -> {LETTERS[now]})" if was != now else ""

@@ -9,7 +9,7 @@ import jax
 from mlmoe.build import Program, abstract_state, make_program
 from mlmoe.checkpoint import Checkpoints
 from mlmoe.config import TrainConfig, from_dict
-from mlmoe.errors import UserError
+from mlmoe.errors import UserError, require
 from mlmoe.step import TrainState
 
 
@@ -48,6 +48,7 @@ def read_config(workdir: str) -> TrainConfig:
         meta = checkpoints.latest_meta()
         if meta is None:
             raise UserError(f"no checkpoint in {workdir} is complete")
+    require("config" in meta, f"{workdir}: its checkpoints are those of another program")
     try:
         return from_dict(TrainConfig, json.loads(json.dumps(meta["config"])))
     except UserError as e:

@@ -20,7 +20,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 def add_out(parser: Any) -> None:
     """--out, a folder that can be written to: found out before the work, not after it."""
-    parser.add_argument("--out", type=_folder, default="runs/ablate", help="(%(default)s)")
+    parser.add_argument("--out", type=folder, default="runs/ablate", help="(%(default)s)")
 
 
 def add_seeds(parser: Any, default: int = 3) -> None:
@@ -29,7 +29,8 @@ def add_seeds(parser: Any, default: int = 3) -> None:
     )
 
 
-def _folder(text: str) -> Path:
+def folder(text: str) -> Path:
+    """The type of a command line argument: a folder, made here, that can be written to."""
     path = Path(text).expanduser()
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -20,13 +20,17 @@ class Batch(NamedTuple):
     weights_BT: Array  # f32; 0 where the target is padding or belongs to another document
 
 
-def cut_share(batch: Batch, bos_id: int) -> float:
-    """Share of the targets whose document began in another row; of numpy arrays, on the host.
+def split_targets(batch: Batch, bos_id: int, eos_id: int) -> int:
+    """Targets in pieces of documents that other rows have the rest of; numpy arrays, on the host.
 
-    A piece of a document starts at position 0, the first one with bos.
+    A piece starts at position 0 or with the row; a whole document starts with bos and ends with
+    eos.
     """
-    index_T = np.arange(batch.tokens_BT.shape[1])
-    start_BT = np.maximum.accumulate(np.where(batch.positions_BT == 0, index_T, 0), axis=1)
-    first_BT = np.take_along_axis(batch.tokens_BT, start_BT, axis=1)
-    targets = float(batch.weights_BT.sum())
-    return float(np.sum(batch.weights_BT * (first_BT != bos_id))) / max(1.0, targets)
+    starts_BT = batch.positions_BT == 0
+    starts_BT[:, 0] = True
+    piece = np.cumsum(starts_BT.ravel()) - 1
+    counted = batch.weights_BT.ravel() > 0
+    begins = (batch.tokens_BT == bos_id) & starts_BT
+    ends = counted & (batch.targets_BT.ravel() == eos_id)
+    whole = (np.bincount(piece, begins.ravel()) > 0) & (np.bincount(piece, ends) > 0)
+    return int(np.sum(counted & ~whole[piece]))

@@ -34,7 +34,7 @@ class TaskDocuments:
             )
             raise UserError(f"{message}; the tokenizer given has {tokenizer.vocab_size:,} ids")
         self._tokenizer = tokenizer
-        self._tasks, longest = _parse(path, context)
+        self._tasks, longest = parse_tasks(path, context)
         low = np.array([SHORTEST[name] for name in self._tasks])[np.arange(DOCUMENTS) % self._n]
         rng = np.random.default_rng(0)
         spread = rng.random(DOCUMENTS) * np.log((longest + 1) / low)
@@ -69,8 +69,12 @@ class TaskDocuments:
         return self._lengths
 
 
-def _parse(path: str, context: int) -> tuple[list[str], int]:
-    """'a,b:2048' to ['a', 'b'] and 2048; the context where no length is given."""
+def parse_tasks(path: str, context: int) -> tuple[list[str], int]:
+    """'a,b:2048' to ['a', 'b'] and 2048; the context where no length is given.
+
+    Raises:
+      UserError: there is no such task, it does not fit, or the length is not one of a row.
+    """
     names, colon, number = path.partition(":")
     tasks = [name.strip() for name in names.split(",")]
     for name in tasks:
@@ -81,6 +85,9 @@ def _parse(path: str, context: int) -> tuple[list[str], int]:
         message = f"data.path={path!r}: the longest example {number!r} is no whole number"
         raise UserError(f"{message}; write it as {names}:{context}")
     longest = int(number) if colon else context
+    if longest > context:
+        message = f"data.path={path!r}: examples of {longest} tokens do not fit in rows of"
+        raise UserError(f"{message} {context}; nearest valid: {context}")
     what = "longest example" if colon else "context"
     for name in tasks:
         if longest < SHORTEST[name]:

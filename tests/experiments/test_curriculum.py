@@ -9,7 +9,7 @@ import pytest
 import configs
 from experiments.ablate.curriculum import long_rows_alone, seconds_of
 from experiments.ablate.recall import parity_batch, recall_batch
-from experiments.curriculum import is_stage, main, parse, plot, recovered, rows, stages
+from experiments.curriculum import check_order, is_stage, main, parse, plot, recovered, rows, stages
 from mlmoe.errors import UserError
 
 
@@ -50,8 +50,31 @@ def test_bad_input_is_one_message() -> None:
         main(["--scale=tiny", "--config.step=3"])
     with pytest.raises(UserError, match="needs at least"):
         main(["--scale=2p8t"])
-    with pytest.raises(UserError, match=r"config\.context=0: must be greater than 0"):
-        stages(*parse(["--scale=tiny", "--config.context=0"]))
+    for override, says in {
+        "context=0": r"config\.context=0: must be greater than 0",
+        "context=64": "passkey does not fit in a context of 64 tokens; nearest valid: 183",
+        "data.heldout=0": "stages are compared by held-out loss",
+        "architecture=staged": "give --architecture",
+        "workdir=/tmp/x": "give --workdir",
+        "init_from=runs/8k-tiny": "the first part starts fresh",
+    }.items():
+        with pytest.raises(UserError, match=says):
+            stages(*parse(["--scale=tiny", f"--config.{override}"]))
+    (first, *_) = stages(*parse(["--scale=tiny", "--workdir=~/runs"]))
+    assert first.workdir == str(Path("~/runs/copies").expanduser())
+
+
+def test_a_part_that_began_from_an_older_step_is_refused(tmp_path: Path) -> None:
+    _, part, *_ = stages(*parse(["--scale=tiny", f"--workdir={tmp_path}"]))
+    check_order(part)  # has not begun
+    Path(part.workdir).mkdir()
+    record = {"kind": "handover", "step": 0, "from_step": 0}
+    metrics = Path(part.workdir) / "metrics.jsonl"
+    metrics.write_text(json.dumps(record))
+    check_order(part)
+    metrics.write_text(json.dumps(record | {"from_step": 2}))
+    with pytest.raises(UserError, match="began from step 2 of .*, which now has step 0"):
+        check_order(part)
 
 
 def test_the_report_reads_what_stages_leave(tmp_path: Path) -> None:

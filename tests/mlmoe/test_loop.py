@@ -240,9 +240,11 @@ def test_a_run_starts_from_another_ones_weights(
     before, after = re.findall(r"bits/byte: (\S+) before the hand-over, (\S+) after", out)[0]
     assert abs(float(before) - float(after)) < 0.05
     assert before != after  # the temperature was 0.5 in the end and is 1 again
-    assert "finished" in finish(start(config_file, tmp_path / "next", *more))
-    records = map(json.loads, (tmp_path / "next" / "metrics.jsonl").read_text().splitlines())
-    kinds = [r["kind"] for r in records]
+    other_spelling = f"{more[0]}/../{whole_run[0].name}/"
+    assert "finished" in finish(start(config_file, tmp_path / "next", other_spelling))
+    lines = (tmp_path / "next" / "metrics.jsonl").read_text().splitlines()
+    kinds = [r["kind"] for r in map(json.loads, lines)]
+    assert json.loads(lines[0])["from_step"] == 14
     assert kinds[0] == "handover" and kinds.count("train") == 14
     # Killed between two checkpoints and started again: the hand-over is not done a second time.
     kill_after("step     12/", start(config_file, tmp_path / "killed", *more))

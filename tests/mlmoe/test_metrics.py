@@ -19,6 +19,15 @@ def test_a_resumed_log_reads_as_if_never_stopped(tmp_path: Path) -> None:
     assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
 
 
+def test_a_run_that_begins_anew_keeps_no_record(tmp_path: Path) -> None:
+    """A hand-over of a run that was killed before its first checkpoint is not this one's."""
+    log = MetricsLog(tmp_path, 0)
+    log.write("handover", 0, {"bits_per_byte": 1.0})
+    log.close()
+    MetricsLog(tmp_path, 0).close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
 def test_a_log_is_json_whatever_the_numbers(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, 0)
     log.write("train", 1, {"loss": float("nan"), "layer_load": [1.0, float("inf")]})

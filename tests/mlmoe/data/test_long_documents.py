@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mlmoe.data import make_tokenizer, open_corpus, train_batches
-from mlmoe.data.batch import cut_share
+from mlmoe.data.batch import split_targets
 from mlmoe.errors import UserError
 
 BYTES = make_tokenizer("bytes")
@@ -114,10 +114,11 @@ def test_all_long_needs_no_second_bucket(open_texts):
     assert all((r.tokens_BT == ord("L")).any() for r in rows)
 
 
-def test_cut_share_counts_targets_without_the_start_of_their_document(open_texts):
+def test_targets_of_documents_that_are_split_over_rows(open_texts):
+    split = lambda r: split_targets(r, BYTES.bos_id, BYTES.eos_id)  # noqa: E731
     corpus = open_texts(["a" * 126], pack_bins=1)  # with bos and eos 127 targets, in rows of 64
     rows = _rows(corpus, 64, 2)
-    assert [cut_share(r, BYTES.bos_id) for r in rows] == [0.0, 1.0]
-    short = _rows(open_texts(["a" * 5]), 64, 2)
-    assert all(0 <= cut_share(r, BYTES.bos_id) <= 0.1 for r in short)
-    assert cut_share(rows[0]._replace(weights_BT=0 * rows[0].weights_BT), 256) == 0.0
+    assert [split(r) for r in rows] == [64, 63]
+    (whole,) = _rows(open_texts(["a" * 5]), 64, 1)  # 6 targets each, the last one cut
+    assert split(whole) == int(whole.weights_BT.sum()) % 6 < whole.weights_BT.sum()
+    assert split(rows[0]._replace(weights_BT=0 * rows[0].weights_BT)) == 0

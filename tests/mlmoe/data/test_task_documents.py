@@ -22,7 +22,7 @@ MIXTURE = (("stdlib", "", 0.7), ("tasks", "passkey,needle_multi", 0.3))
 
 @pytest.fixture(scope="module")
 def documents():
-    return TaskDocuments("passkey,needle_multi,mqar:600", 256, BYTES)
+    return TaskDocuments("passkey,needle_multi,mqar", 600, BYTES)
 
 
 def test_documents_are_made_on_demand_and_always_the_same(documents):
@@ -47,7 +47,7 @@ def test_tasks_take_turns_and_lengths_are_log_uniform(documents):
 
 def test_a_tenth_of_the_examples_asks_for_what_stands_first():
     """With uniform depths that would be one in two hundred of these lengths, and go unlearnt."""
-    documents = TaskDocuments("passkey:4096", 256, BYTES)
+    documents = TaskDocuments("passkey", 4096, BYTES)
     long = [i for i in range(1500) if documents.sizes()[i] > 1500]
     first = [documents[i].startswith("Remember the pass key.\nThe pass key is") for i in long]
     assert 0.06 < np.mean(first) < 0.16
@@ -118,6 +118,7 @@ def test_held_out_bytes_of_a_mixture_follow_its_weights(make_config):
         ("parity,passkey:99", 256, "passkey does not fit in a longest example of 99 tokens"),
         ("passkey:long", 256, "'long' is no whole number; write it as passkey:256"),
         ("passkey:", 256, "'' is no whole number"),
+        ("passkey:2048", 256, "2048 tokens do not fit in rows of 256"),
         (",passkey", 256, "no task ''"),
     ],
 )

@@ -73,7 +73,7 @@ def test_a_part_that_began_from_an_older_step_is_refused(tmp_path: Path) -> None
     metrics.write_text(json.dumps(record))
     check_order(part)
     metrics.write_text(json.dumps(record | {"from_step": 2}))
-    with pytest.raises(UserError, match="began from step 2 of .*, which now has step 0"):
+    with pytest.raises(UserError, match=r"began from step 2 of .*, which now has step 0"):
         check_order(part)
 
 

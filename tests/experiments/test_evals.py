@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import configs
@@ -104,6 +105,19 @@ def test_bad_input_ends_before_any_compilation(
 def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not the folder of a run"):
         main([str(tmp_path / "none")])
+
+
+def test_what_cannot_be_written_or_read_is_found_before_the_work(
+    workdir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        main([str(workdir), "--out", str(tmp_path / "file")])
+    with Checkpoints(tmp_path / "foreign", keep=1) as checkpoints:
+        checkpoints.save(1, {"w": np.ones(2)}, data_state={}, meta={"hello": 1})
+    with pytest.raises(UserError, match="those of another program"):
+        main([str(tmp_path / "foreign")])
+    assert "compiling" not in capsys.readouterr().out
 
 
 def test_long_examples_are_fewer_where_their_tokens_are_limited() -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
+import jax.numpy as jnp
 import pytest
 
 import configs
@@ -114,7 +114,7 @@ def test_what_cannot_be_written_or_read_is_found_before_the_work(
     with pytest.raises(SystemExit):
         main([str(workdir), "--out", str(tmp_path / "file")])
     with Checkpoints(tmp_path / "foreign", keep=1) as checkpoints:
-        checkpoints.save(1, {"w": np.ones(2)}, data_state={}, meta={"hello": 1})
+        checkpoints.save(1, {"w": jnp.ones(2)}, data_state={}, meta={"hello": 1})
     with pytest.raises(UserError, match="those of another program"):
         main([str(tmp_path / "foreign")])
     assert "compiling" not in capsys.readouterr().out
